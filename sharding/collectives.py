@@ -25,7 +25,7 @@ COLLECTIVE = "collective"
 """Checkpoint name of a collective's result, for policies of `jax.checkpoint`."""
 
 SUM = "sum"
-"""Checkpoint name of sums over devices, which are small: a number per token, or per expert."""
+"""Checkpoint name of small sums over devices, for example one number per token or expert."""
 
 
 def _name_result(x: Array, name: str = COLLECTIVE) -> Array:
@@ -88,7 +88,7 @@ def gather_tokens(
       groups: as in `all_to_all`.
     """
     x = vary(x, axes)
-    # The compiler would keep the gather of one shard, which is a copy.
+    # The compiler would keep the gather of one shard: a copy.
     if lax.axis_size(axes) == 1:
         return x
     return _name_result(lax.all_gather(x, axes, axis=0, tiled=True, axis_index_groups=groups), name)
@@ -217,7 +217,7 @@ def shift(x: Shaped[Array, "*shape"], axes: Axes) -> Shaped[Array, "*shape"]:
     Volume sent: the array.
     """
     x, n = vary(x, axes), lax.axis_size(axes)
-    # The compiler would keep the permute of one device, which is a copy.
+    # The compiler would keep the permute of one device: a copy.
     if n == 1:
         return x
     return _name_result(lax.ppermute(x, axes, [(i, (i + 1) % n) for i in range(n)]))

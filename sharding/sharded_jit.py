@@ -54,7 +54,7 @@ def compiler_options(
 ) -> Options:
     """The ``compiler_options`` of `jax.jit` for a program of that mesh.
 
-    It is empty for a single device, which has no communication to hide, unless `LEAST_EFFORT` is
+    It is empty for a single device without communication to hide, unless `LEAST_EFFORT` is
     requested, and for an abstract mesh.
 
     Args:

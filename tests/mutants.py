@@ -1,4 +1,4 @@
-"""Which changes `mutation.py` tries: one sign, comparison, number, mask or reduction at a time."""
+"""Changes that `mutation.py` tries: one sign, comparison, number, mask or reduction at a time."""
 
 import ast
 import copy
@@ -69,7 +69,7 @@ class Mutant:
 def mutants(path: Path) -> Sequence[Mutant]:
     """Every mutant of one file, in the order of its lines."""
     tree = ast.parse(path.read_text())
-    found = []
+    result = []
     for number, node in enumerate(_code(tree)):
         for replacement in _replacements(node):
             changed = copy.deepcopy(tree)
@@ -80,8 +80,8 @@ def mutants(path: Path) -> Sequence[Mutant]:
             source = ast.unparse(ast.fix_missing_locations(changed))
             relative = path.resolve().relative_to(ROOT)
             change = f"{before}  ->  {after}"
-            found.append(Mutant(relative, node.lineno, change, _around(node.lineno, tree), source))
-    return sorted(found, key=lambda mutant: mutant.line)
+            result.append(Mutant(relative, node.lineno, change, _around(node.lineno, tree), source))
+    return sorted(result, key=lambda mutant: mutant.line)
 
 
 def mutants_of(path: str) -> Iterator[Mutant]:
@@ -128,7 +128,7 @@ def _code(tree: ast.AST) -> Iterator[ast.expr]:
 
 
 def _inside(node: ast.Assign) -> bool:
-    """Whether an assignment computes; names of types and lists of names do not."""
+    """True if an assignment computes; names of types and lists of names do not."""
     return not any(isinstance(t, ast.Name) and t.id[0].isupper() for t in node.targets) and not any(
         isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets
     )

@@ -41,7 +41,9 @@ from jrl import losses
 HERE = "tests/jrl/losses"
 # Collected once, and run for every mutant before the files that name its functions.
 COLLECTED = ("test_vectors.py", "test_array_contract.py")
-OPTIONS = ("-q", "-s", "-p", "no:cacheprovider", "-m", "")
+# The plugin of jaxtyping is imported before pytest could rewrite its assertions.
+IMPORTED = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
+OPTIONS = ("-q", "-s", "-p", "no:cacheprovider", "-m", "", "-W", IMPORTED)
 # The number of the mutant that is none, and what a copy says of one that it could not put in place.
 UNCHANGED, MISPLACED = -1, 70
 
@@ -52,21 +54,21 @@ def definitions() -> dict[tuple[Path, str], set[str]]:
 
     A function whose derivative is given by a decorator such as ``@f.defjvp`` mentions that too.
     """
-    found: dict[tuple[Path, str], set[str]] = {}
+    result: dict[tuple[Path, str], set[str]] = {}
     for path in sorted((ROOT / "jrl/losses").rglob("*.py")):
         file = path.relative_to(ROOT)
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                if (file, node.name) in found:
+                if (file, node.name) in result:
                     sys.exit(f"{file} has two definitions of {node.name}: give each its own name")
                 names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
                 names |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
-                found[file, node.name] = names
+                result[file, node.name] = names
                 for decorator in node.decorator_list:
                     owner = file, getattr(getattr(decorator, "value", None), "id", "")
-                    if owner in found:
-                        found[owner].add(node.name)
-    return found
+                    if owner in result:
+                        result[owner].add(node.name)
+    return result
 
 
 @functools.cache
@@ -90,8 +92,9 @@ def public_users(path: Path, function: str) -> list[set[str]]:
 
 
 def stages(mutant: Mutant, items: list[pytest.Item]) -> tuple[list[pytest.Item], list[str]]:
-    """Which tests may know about a mutant: of those collected, vectors and rules for arrays of the
-    nearest public functions; then the files that name one of all it can be reached through."""
+    """Tests that may find a mutant: of the collected ones, vectors and rules for arrays of the
+    nearest public functions; then the files that name a public function through which it is
+    reached."""
     nearest, public = public_users(mutant.path, mutant.function)
     collected = [item for item in items if any(name in item.name for name in nearest)]
     mentioning = [
@@ -117,6 +120,7 @@ def install(mutant: Mutant) -> None:
             if isinstance(value, (int, float, tuple, dict)) and not name.startswith("__"):
                 setattr(module, name, value)
         return
+    gc.unfreeze()  # tests/support/compiling.py has frozen the functions
     changed = _functions("<mutant>", mutant.function)
     imported = _functions(str(ROOT / mutant.path), mutant.function)
     if not changed or changed.keys() - imported.keys():
@@ -130,17 +134,17 @@ def install(mutant: Mutant) -> None:
 def _functions(file: str, within: str) -> dict[str, types.FunctionType]:
     """The functions and methods of a file that are, or are in, one of its names."""
     return {
-        found.__code__.co_qualname: found
-        for found in gc.get_objects()
-        if isinstance(found, types.FunctionType)
-        and found.__code__.co_filename == file
-        and found.__code__.co_qualname.split(".")[0] == within
-        and "<locals>" not in found.__code__.co_qualname
+        result.__code__.co_qualname: result
+        for result in gc.get_objects()
+        if isinstance(result, types.FunctionType)
+        and result.__code__.co_filename == file
+        and result.__code__.co_qualname.split(".")[0] == within
+        and "<locals>" not in result.__code__.co_qualname
     }
 
 
 class Trials:
-    """What pytest runs in a worker instead of its tests: a fork for every mutant it is handed.
+    """Replacement for pytest's loop in a worker: a fork for every mutant it is handed.
 
     Attributes:
       tasks: numbers of mutants, then None.
@@ -163,7 +167,7 @@ class Trials:
         self.results.put(str(excinfo.value))
 
     def killed(self, number: int, session: pytest.Session) -> bool:
-        """Whether a test fails in a copy of this process; running out of time is a failure too."""
+        """True if a test fails in a copy of this process; running out of time is a failure too."""
         child = os.fork()
         if child == 0:
             self.run(number, session)
@@ -189,8 +193,8 @@ class Trials:
                 stages(mutant, session.items)
                 for mutant in (self.chosen if number == UNCHANGED else [self.chosen[number]])
             ]
-            items = list(dict.fromkeys(item for found, _ in of_each for item in found))
-            files = list(dict.fromkeys(file for _, found in of_each for file in found))
+            items = list(dict.fromkeys(item for result, _ in of_each for item in result))
+            files = list(dict.fromkeys(file for _, result in of_each for file in result))
             passed(items, session) and passed(session.perform_collect(files), session)
             status = int(session.testsfailed > 0)
         except Misplaced:
@@ -200,7 +204,7 @@ class Trials:
 
 
 def passed(items: Sequence[pytest.Item], session: pytest.Session) -> bool:
-    """Whether tests pass, of which none is run after one that fails."""
+    """True if all tests pass; the first failure ends them."""
     for item, following in itertools.pairwise([*items, None]):
         session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         if session.testsfailed:
@@ -229,8 +233,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one mutant")
     arguments = parser.parse_args()
-    found = itertools.chain.from_iterable(map(mutants_of, arguments.paths))
-    chosen = list(dict.fromkeys(found))[arguments.first :: arguments.every]
+    result = itertools.chain.from_iterable(map(mutants_of, arguments.paths))
+    chosen = list(dict.fromkeys(result))[arguments.first :: arguments.every]
     if not chosen:
         sys.exit(f"{' '.join(arguments.paths)}: nothing to change; --list shows what there is.")
     for mutant in chosen:

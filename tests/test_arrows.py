@@ -1,4 +1,4 @@
-"""Which room may import which. Imports are read from the syntax tree, so none is missed or run."""
+"""Import rules. Imports are read from the syntax tree, so none is missed or run."""
 
 import ast
 import subprocess
@@ -100,10 +100,10 @@ def imports(source: str, path: Path) -> frozenset[str]:
     """The absolute names of all that `source` imports, wherever in it and however written."""
     name, is_package = module_name(path)
     package = name if is_package else name.rpartition(".")[0]
-    found = set()
+    result = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            result |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
@@ -111,15 +111,15 @@ def imports(source: str, path: Path) -> frozenset[str]:
                 kept = parts[: len(parts) - node.level + 1]
                 base = ".".join([*kept, *([base] if base else [])])
             # `from jrl import trainer` may name a module as well as an attribute.
-            found |= {f"{base}.{alias.name}" if base else alias.name for alias in node.names}
+            result |= {f"{base}.{alias.name}" if base else alias.name for alias in node.names}
         elif isinstance(node, ast.Call):
             function = node.func
             called = getattr(function, "attr", getattr(function, "id", ""))
             if called in LOADERS and node.args:
                 named = node.args[0]
                 value = named.value if isinstance(named, ast.Constant) else None
-                found.add(value.lstrip(".") if isinstance(value, str) else "a computed name")
-    return frozenset(found)
+                result.add(value.lstrip(".") if isinstance(value, str) else "a computed name")
+    return frozenset(result)
 
 
 def inside(name: str, room: str) -> bool:
@@ -156,13 +156,13 @@ def files(room: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("room", [*PACKAGES, "benchmarks", "experiments", "notebooks"])
-def test_arrows_point_one_way(room):
+def test_imports_follow_the_rules(room):
     if room in PACKAGES:
         assert files(room), f"{room} has no files: the test looks in the wrong place"
     wrong = {
-        str(path): found
+        str(path): result
         for path in files(room)
-        if (found := violations((ROOT / path).read_text(encoding="utf-8"), path))
+        if (result := violations((ROOT / path).read_text(encoding="utf-8"), path))
     }
     assert not wrong
 
@@ -212,7 +212,7 @@ def test_arrows_point_one_way(room):
         ),
     ],
 )
-def test_a_forbidden_import_is_seen(path, line, imported):
+def test_forbidden_import_is_found(path, line, imported):
     assert violations(line, Path(path)) == [imported or "a computed name"]
 
 
@@ -236,19 +236,19 @@ def test_a_forbidden_import_is_seen(path, line, imported):
         ("benchmarks/step.py", "from benchmarks.peer import run\nimport torch"),
     ],
 )
-def test_an_allowed_import_is_let_through(path, line):
+def test_allowed_import_passes(path, line):
     assert violations(line, Path(path)) == []
 
 
 def test_pallas_is_imported_in_one_room():
-    found = {
+    result = {
         path
         for path in files("moe") + files("jrl") + files("sharding")
         if any("pallas" in name for name in imports((ROOT / path).read_text("utf-8"), path))
     }
-    assert found, "no file imports it: the test looks for the wrong name"
+    assert result, "no file imports it: the test looks for the wrong name"
     # The room, and folders in it.
-    assert {Path(*path.parts[:2]) for path in found} == {Path("moe/kernels")}
+    assert {Path(*path.parts[:2]) for path in result} == {Path("moe/kernels")}
 
 
 def circles(arrows: dict[str, set[str]]) -> list[set[str]]:
@@ -268,9 +268,9 @@ def arrows_of_files() -> dict[Path, set[Path]]:
     sources = {module_name(path)[0]: path for room in PACKAGES for path in files(room)}
     arrows = {}
     for name, path in sources.items():
-        found = imports((ROOT / path).read_text(encoding="utf-8"), path)
+        result = imports((ROOT / path).read_text(encoding="utf-8"), path)
         # A name that is no file is something in the file before its last dot.
-        named = {i if i in sources else i.rpartition(".")[0] for i in found}
+        named = {i if i in sources else i.rpartition(".")[0] for i in result}
         arrows[path] = {sources[module] for module in (named & set(sources)) - {name}}
     return arrows
 
@@ -326,7 +326,7 @@ def test_rooms_of_moe_import_those_below():
     assert arrows["kernels"] < BELOW_KERNELS
 
 
-def test_a_circle_is_seen():
+def test_import_circle_is_found():
     arrows = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
     assert circles(arrows) == [{"b", "c"}]
 
@@ -401,9 +401,9 @@ def test_the_trainer_asks_for_hooks_and_knows_no_recipe():
     }
     assert any(recipes.values()), "the imports were not read"
     wrong = {
-        str(path): found
+        str(path): result
         for path, names in recipes.items()
-        if (found := [name for name in names if not inside(name, "jrl.recipes.base")])
+        if (result := [name for name in names if not inside(name, "jrl.recipes.base")])
     }
     assert not wrong
 
@@ -419,7 +419,7 @@ ASKS_THE_PLANNER = {
 
 
 def test_run_time_imports_no_planner():
-    """What it needs of devices, links and volumes is in `sharding.costs`."""
+    """Run time takes devices, links and volumes from `sharding.costs`."""
     importing = {
         path
         for room in PACKAGES

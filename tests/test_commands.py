@@ -125,14 +125,14 @@ def test_there_are_commands():
         "campaign.faults.clean",
     }
     # Without arguments.
-    alone = {
+    single = {
         "pytest",
         "venv",
         "benchmarks.planner.calibration",
         "benchmarks.planner.serving.published",
         "benchmarks.planner.validation",
     }
-    assert programs == benchmarks | tested | set(STUDIES) | alone
+    assert programs == benchmarks | tested | set(STUDIES) | single
 
 
 OWN_RECIPE = re.findall(

@@ -1,4 +1,4 @@
-"""What one is told to install is this project: its name, its extras, its licence."""
+"""Install commands name this project; its extras, dependencies, wheel and licence."""
 
 import functools
 import itertools
@@ -49,7 +49,7 @@ def test_the_distribution_is_not_called_as_another_project_on_the_index():
 
 
 @pytest.mark.slow
-def test_nobody_is_told_to_install_the_other_project():
+def test_install_commands_name_this_project():
     assert len(TEXTS) > 100
     other = re.compile(r"""pip install (-\S+ )*["']?jrl\b(?!-)|\bjrl\[[a-z]""")
     told = [place for place, line in lines() if other.search(line)]
@@ -134,7 +134,7 @@ def test_declared_dependencies_are_imported():
     assert unused - {"jrl_reasoning"} == NOT_IMPORTED.keys()
 
 
-def test_the_licence_is_there():
+def test_licence_is_included():
     assert PROJECT["license"] == "Apache-2.0"
     assert PROJECT["license-files"] == ["LICENSE"]
     text = (ROOT / "LICENSE").read_text()

@@ -7,7 +7,7 @@ from pathlib import Path
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_examples_run():
+def test_readme_examples_run():
     results = doctest.testfile(str(README), module_relative=False)
     assert results.failed == 0
     assert results.attempted >= 8
@@ -21,12 +21,12 @@ def test_quick_start_is_two_blocks_of_one_line():
     assert "pytest" in blocks[1]
 
 
-def test_it_is_read_in_five_minutes():
+def test_readme_is_short():
     text = README.read_text()
     assert len(text.splitlines()) <= 150
     assert len(text.split()) <= 1000  # 200 a minute
 
 
-def test_files_it_names_exist():
+def test_readme_files_exist():
     for path in re.findall(r"\]\(((?!http)[^)#]+)\)", README.read_text()):
         assert (README.parent / path).exists(), path

@@ -55,7 +55,7 @@ class EvaluateOptions:
     """Number of prompts whose completions are printed; 0 prints none."""
 
     lora: str | None = None
-    """Folder of LoRA adapters in PEFT's format, which are merged into the published checkpoint."""
+    """Folder of LoRA adapters in PEFT's format to merge into the published checkpoint."""
     ignore_options: tuple[str, ...] | None = None
     """Options of a checkpoint's config.json to pass over, as --ignore-options of jrl.train."""
     prompt_field: str | None = None
@@ -123,7 +123,7 @@ class EvaluateOptions:
     all of them, at most 512, and at most as many as fit a KV cache of 2 GiB on a CPU or of half of
     the memory that the weights leave on an accelerator."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype that the network computes in; None is that of the run, or of the checkpoint."""
+    """Dtype of the network's computation; None takes the dtype of the run or the checkpoint."""
     layout: str | None = setting(None, override=False)
     """Layout of the devices (parallelism), as --layout of jrl.train; None takes the run's layouts,
     dp1 for a checkpoint."""
@@ -158,7 +158,7 @@ class EvaluateOptions:
 def evaluation_configuration(
     options: EvaluateOptions, folder: RunFolder | None
 ) -> tuple[RunConfig, Recipe]:
-    """Settings of the run in `folder`, or of a checkpoint where that is None, with the changes that
+    """Settings of the run in `folder`, or of a checkpoint if it is None, with the changes that
     the flags make; ValueError for a checkpoint without a task, and for invalid settings."""
     if folder is None:
         if options.task is None:

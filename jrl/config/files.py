@@ -89,7 +89,7 @@ def configuration_of(folder: RunFolder, recipe: bytes | None = None) -> tuple[Ru
     """Run and recipe of a run folder.
 
     Args:
-      recipe: content of the file of a custom recipe, which is trusted; None reads it, and raises
+      recipe: trusted content of the file of a custom recipe; None reads the file, and raises
         ValueError for a recipe that the user has not given to a command (`jrl.runs.trust`).
     """
     config = folder.config()
@@ -100,7 +100,7 @@ def configuration_of(folder: RunFolder, recipe: bytes | None = None) -> tuple[Ru
 
 
 def run_of(folder: RunFolder) -> RunConfig:
-    """Settings of a run folder except for those of its recipe, whose code is not loaded."""
+    """Settings of a run folder except for its recipe's, whose code is not loaded."""
     return _record(RunConfig, folder.config().get("run"), "run", folder.config_path)
 
 

@@ -1,4 +1,4 @@
-"""Flags of ``python -m jrl.train``: the command, the fields of the run, those of its recipe."""
+"""Flags of ``python -m jrl.train``: the command, the fields of the run and of its recipe."""
 
 import argparse
 from collections.abc import Mapping
@@ -186,7 +186,7 @@ def _settings(arguments: list[str]) -> Settings | None:
 
 
 def _recipe_from(settings: Settings | None) -> type[Recipe] | None:
-    """Recipe that a settings file names; None where it names none."""
+    """Recipe that a settings file names; None if it names no recipe."""
     if settings is None or settings.recipe is None:
         return None
     try:
@@ -196,7 +196,7 @@ def _recipe_from(settings: Settings | None) -> type[Recipe] | None:
 
 
 def _resumed_folder(arguments: list[str], settings: Settings | None) -> str | None:
-    """Folder of the run that --resume continues, or --resume-if-exists where it holds a run.
+    """Folder of the run that --resume continues, or --resume-if-exists if it holds a run.
 
     All processes of a run find the same: process 0 makes the folder after all have connected.
     """

@@ -1,4 +1,4 @@
-"""Settings of a run, except for those of its recipe: the records of the components that read
+"""Settings of a run, except for its recipe's: the records of the components that read
 them."""
 
 from dataclasses import dataclass, fields, replace

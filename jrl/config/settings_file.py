@@ -3,7 +3,7 @@ take precedence.
 
 The file is YAML 1.2, a flag a line, its name with underscores or hyphens: ``learning_rate: 1e-6``.
 ``recipe`` is the first word of a command line. Settings may also be grouped under ``run`` and
-``hyperparameters``, as in a run's config.json, which is such a file too.
+``hyperparameters``, as in a run's config.json, itself a settings file.
 """
 
 import difflib
@@ -75,7 +75,7 @@ class Settings:
 
     Attributes:
       path: the file; the path of a recipe of the user's own is relative to its folder.
-      recipe: the recipe that it names, None where it names none.
+      recipe: the recipe that it names; None if it names no recipe.
       values: of all other settings, by the names of their fields.
     """
 
@@ -122,8 +122,8 @@ class Settings:
 
 
 def read_settings(reference: str) -> Settings:
-    """Reads a settings file, or one that comes with the library (``preset:NAME``); ValueError where
-    there is none, it is not YAML, or names a setting twice."""
+    """Reads a settings file, or one that comes with the library (``preset:NAME``); ValueError if
+    the file is missing, is not YAML, or names a setting twice."""
     is_preset = reference.startswith(PREFIX)
     path = _preset_path(reference) if is_preset else Path(os.path.expanduser(reference))
     try:
@@ -163,8 +163,7 @@ def settings_text(config: Mapping[str, Any], comment: str = "") -> str:
 
 
 def _suggest_value(record: type, name: str, value: Any, kind: Any) -> str:
-    """Advice on what to write in place of a value of another type; empty where that is not
-    clear."""
+    """Advice on the right value in place of a value of another type; empty if it is not clear."""
     if (other := replacement_of(record, name, value)) is not None:
         return f": write {name}: {other}"
     if has_type([value], kind):

@@ -26,7 +26,7 @@ GRACE_SECONDS = 120
 
 @dataclass(frozen=True)
 class JobSet:
-    """Settings of a JobSet, which are options of ``python -m jrl.launch --jobset``.
+    """Settings of a JobSet: options of ``python -m jrl.launch --jobset``.
 
     Attributes:
       name: name of the JobSet, a DNS label.

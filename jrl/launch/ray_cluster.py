@@ -16,7 +16,7 @@ ADDRESS_VARIABLE = "RAY_ADDRESS"
 
 @dataclass(frozen=True)
 class RayOptions:
-    """Settings of a launch over Ray, which are options of ``python -m jrl.launch --ray``.
+    """Settings of a launch over Ray: options of ``python -m jrl.launch --ray``.
 
     Attributes:
       address: address of the cluster, for example "head:6379"; None is RAY_ADDRESS, or a cluster on
@@ -77,7 +77,7 @@ def accelerators(nodes: list[Mapping[str, Any]]) -> Accelerators:
 
 
 def scaling_settings(options: RayOptions, cluster: Accelerators) -> dict[str, Any]:
-    """Arguments of Ray's ScalingConfig: a process for each node, which has all its accelerators.
+    """Arguments of Ray's ScalingConfig: one process per node with all its accelerators.
     ValueError where the cluster has too few nodes, or a TPU slice is not described or elastic."""
     workers = cluster.nodes if options.workers is None else options.workers
     num_workers: int | tuple[int, int] = workers

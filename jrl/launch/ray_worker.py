@@ -1,4 +1,4 @@
-"""Training program in a worker of Ray Train, which has connected the processes already."""
+"""Training program in a worker of Ray Train, after Ray has connected the processes."""
 
 import os
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class RaySupervisor(Supervisor):
 
 
 def train(config: Mapping[str, Any]) -> int:
-    """Trains in this process, and returns the exit status; RuntimeError where the run failed.
+    """Trains in this process, and returns the exit status; RuntimeError if the run failed.
 
     Ray restarts all workers if one raises. Status 2, wrong input, comes again at every restart, and
     is returned if all processes have it.

@@ -19,7 +19,7 @@ SAVE_SECONDS = 300
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """Settings of a Slurm job, which are options of ``python -m jrl.launch --slurm``.
+    """Settings of a Slurm job: options of ``python -m jrl.launch --slurm``.
 
     Attributes:
       gpus: of each node, each for a process of its own; None is one process for each node.

@@ -69,6 +69,7 @@ class CriticRollout:
 @dataclass(frozen=True)
 class CriticReport:
     """All diagnostics of one rollout. Per-position fields have `BINS` entries.
+
     Attributes:
       position: explained variance, bias and error by position in the response.
       explained_variance: over all tokens.

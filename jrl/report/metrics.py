@@ -143,7 +143,7 @@ sampling/k3_kl | nats | Mean over tokens of w - 1 - log w, w trainer over sample
 staleness/mean | steps | Mean over tokens of the steps between the policy that sampled it and the
   one that is trained on it; runs with --max-staleness 0 have none.
 staleness/max | steps | The largest of them; --max-staleness at most.
-sampling/drift_alarm | 0 or 1 | One where that is above --drift-alarm, else zero.
+sampling/drift_alarm | 0 or 1 | One if that is above --drift-alarm, else zero.
 sampling/routing_agreement | fraction | The first update's moe/replay_agreement with the sampler's
   experts.
 sampling/temperature/{mean,min,max} | 1 | temperature over tokens, where it follows the entropy
@@ -279,7 +279,7 @@ timing_s/wait_for_rollout | seconds | Wall time for which a step that had finish
 timing_s/* | seconds | Wall time of another phase of the step.
 timing_per_token_ms/* | milliseconds | Wall time of one phase over its tokens.
 
-# On the line of the step at which an alarm named a machine; runs without one have none of these.
+# On the line of the step at which an alarm named a machine; other runs have none of these.
 faults/alarm/* | Unix seconds | When a machine (and a metric) began to stand out.
 """)
 

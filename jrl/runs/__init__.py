@@ -1,1 +1,1 @@
-"""Files of a run, which it writes and resumes from: folder, lines, checkpoints and loggers."""
+"""Files that a run writes and resumes from: folder, lines, checkpoints and loggers."""

@@ -100,7 +100,7 @@ class Checkpoints:
         and the damage of newer ones, by step; ValueError if all are damaged. All files are read for
         verification."""
         damaged: dict[int, str] = {}
-        # A run in progress may remove the checkpoint being verified, which is no damage.
+        # A run in progress may remove the checkpoint being verified: this is no damage.
         while steps := [step for step in self.steps() if step not in damaged]:
             step = steps[-1]
             reason = self._damage(step)
@@ -294,7 +294,7 @@ class Checkpoints:
         self._delete(steps)
 
     def _find(self, step: int | None) -> tuple[int, dict[str, Any]]:
-        """Return the requested step and the two JSON items of its checkpoint, which is valid."""
+        """Return the requested step and the two JSON items of its valid checkpoint."""
         self.wait()
         steps = self.steps()
         if not steps or (step is not None and step not in steps):

@@ -76,7 +76,7 @@ class Directory:
         return self.path / f"{step}.writing"
 
     def publish(self, step: int) -> None:
-        """Completes the checkpoint at its destination, which has its manifest."""
+        """Completes the checkpoint, with its manifest, at its destination."""
         self.destination(step).rename(self.path / str(step))
         records.sync_folder(Path(self.path))  # before older checkpoints are deleted
 

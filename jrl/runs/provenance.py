@@ -97,7 +97,7 @@ def check_files(folder: RunFolder, step: int, saved: Mapping[str, Any]) -> None:
 
 def check_data(data: Fingerprints, folder: RunFolder, step: int, saved: Mapping[str, Any]) -> None:
     """Rejects records that differ from the records of the checkpoint of this step. A checkpoint of
-    an earlier version, which has no fingerprints, is accepted with a warning."""
+    an earlier version without fingerprints is accepted with a warning."""
     if "data" not in saved:
         if data:
             print(

@@ -43,7 +43,7 @@ def check_trusted(run: Path, code: Mapping[str, bytes], named: Collection[bytes]
 
     Args:
       code: as of `remember`.
-      given: what the user gives now.
+      named: code that the user gives in this command.
     """
     unknown = [
         f"{name} (sha256 {sha256(content).hexdigest()[:12]})"

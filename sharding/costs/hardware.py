@@ -97,7 +97,7 @@ HARDWARE = {
         # Of four links; two adapters of 100 Gb/s for eight chips.
         Hardware("v5e", 197e12, 16e9, 0.819e12, 256, 90e9, 3.125e9, 1e-6, 30e-6),
         Hardware("v6e", 918e12, 32e9, 1.638e12, 256, 180e9, 12.5e9, 1e-6, 30e-6),
-        # Half a chip, which is a device of JAX, with half of its six links' rate.
+        # Half a chip is a device of JAX, with half the rate of the chip's six links.
         Hardware("v7x", 1153.5e12, 103e9, 3.69e12, 18432, 90e9, 6.25e9, 1e-6, 30e-6),
         # A few cores; the devices are threads that share one memory. Eight of them on two cores
         # gather sooner if an exchange sends more than 43 (bfloat16) to 47 % (float32) as much.

@@ -129,7 +129,7 @@ class ServerGroups(NamedTuple):
 
     Attributes:
       servers: servers that each group along the axes spans.
-      devices: members of a group in one server, which are neighbours along the axes.
+      devices: members of a group in one server, neighbours along the axes.
     """
 
     servers: int
@@ -143,7 +143,7 @@ class ServerGroups(NamedTuple):
 
     @property
     def across(self) -> IndexGroups:
-        """Indices along the axes of one device of each server, which have equal ranks in theirs."""
+        """Indices along the axes of one device per server, of equal rank in their servers."""
         return tuple(zip(*self.inside, strict=True))
 
 

@@ -16,7 +16,7 @@ GB = r"([\d.]+) GB"
 
 
 @needs_compiler("cuda")
-def test_a_plan_is_compiled_beside_what_is_planned(tmp_path):
+def test_compiled_plan_reports_the_prediction(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     words = f"plan {tmp_path} --hardware h100x8 --tokens 16K --seq 1024 --top 1"
     done = run(*words.split())

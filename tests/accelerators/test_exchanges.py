@@ -9,7 +9,7 @@ from tiers import full_but
 @pytest.mark.parametrize(
     "method", full_but(["all_to_all", "ragged", "two_level", "two_level_ragged"], "two_level")
 )
-def test_a_compiled_layer_sends_what_is_planned(method, tmp_path):
+def test_compiled_layer_sends_the_planned_bytes(method, tmp_path):
     (row,) = compiled("exchanges", tmp_path, "--only", f" {method},")
     assert "error" not in row, row["error"]
     assert row["compiled"] == row["planned"]

@@ -22,8 +22,8 @@ def test_a_product_needs_its_operations_or_its_bytes():
     slots = 4096 * 8
     products = 2 * slots * 2048 * 1536
     moved = 2 * (slots * 2048 + 128 * 2048 * 1536 + slots * 1536) + 4 * 128
-    found = bound_of("Qwen3-30B-A3B", "gate/up product", "grouped_product")
-    assert found.floor == pytest.approx(max(products / HOPPER.peak, moved / 3.35e12))
+    result = bound_of("Qwen3-30B-A3B", "gate/up product", "grouped_product")
+    assert result.floor == pytest.approx(max(products / HOPPER.peak, moved / 3.35e12))
     sizes = np.random.default_rng(0).multinomial(slots, [1 / 128] * 128)
     stop = np.cumsum(sizes)
     # A tile for each block of 128 rows and each expert with rows in it.
@@ -31,7 +31,7 @@ def test_a_product_needs_its_operations_or_its_bytes():
         len({*range(a // 128, (b - 1) // 128 + 1)}) for a, b in zip(stop - sizes, stop, strict=True)
     )
     issued = tiles * 128 * 2 * 2048 * 1536 / HOPPER.peak
-    assert found.issued == pytest.approx(issued)
+    assert result.issued == pytest.approx(issued)
     slices = sum(-(-b // 64) - a // 64 for a, b in zip(stop - sizes, stop, strict=True))
     summed = bound_of("Qwen3-30B-A3B", "weight gradient", "grouped_sum")
     assert summed.issued == pytest.approx(slices * 64 * 2 * 2048 * 768 / HOPPER.peak)
@@ -46,25 +46,25 @@ def test_attention_visits_the_blocks_with_a_visible_pair(window, by_query):
         visible &= query - key < window
     queries, keys = (128, 64) if by_query else (64, 128)
     blocks = visible.reshape(128 // queries, queries, 128 // keys, keys).any(axis=(1, 3))
-    found = bounds._visited(model, window, queries, keys, by_query=by_query)
-    assert found == blocks.sum() * queries * keys
+    result = bounds._visited(model, window, queries, keys, by_query=by_query)
+    assert result == blocks.sum() * queries * keys
 
 
 def test_two_warpgroups_of_wide_heads_multiply_queries_and_keys_twice():
     pairs, visited = 4096 * 4097 / 2, 64 * 65 / 2 * 64**2
-    found = bound_of("DeepSeek-V3", "attention gradient", "attention_grad_key_value")
-    assert found.floor == pytest.approx(2 * 128 * 640 * pairs / HOPPER.peak)
-    assert found.issued == pytest.approx(2 * 128 * 832 * visited / HOPPER.peak)
-    assert 0.75 < found.share < 0.77
+    result = bound_of("DeepSeek-V3", "attention gradient", "attention_grad_key_value")
+    assert result.floor == pytest.approx(2 * 128 * 640 * pairs / HOPPER.peak)
+    assert result.issued == pytest.approx(2 * 128 * 832 * visited / HOPPER.peak)
+    assert 0.75 < result.share < 0.77
 
 
 def test_a_decoding_step_reads_the_cache_of_its_layer():
-    found = bound_of("Qwen3-30B-A3B", "decode attention", "decode_attention")
+    result = bound_of("Qwen3-30B-A3B", "decode attention", "decode_attention")
     cache = 2 * 2 * 16 * 4 * 128 * 4096
-    assert cache < found.floor * HOPPER.memory_bandwidth < 1.01 * cache
+    assert cache < result.floor * HOPPER.memory_bandwidth < 1.01 * cache
     # Eight queries of a head are padded to 64.
-    assert found.issued == pytest.approx(2 * 16 * 4 * 64 * 4096 * 256 / HOPPER.peak)
-    assert found.share == 1
+    assert result.issued == pytest.approx(2 * 16 * 4 * 64 * 4096 * 256 / HOPPER.peak)
+    assert result.share == 1
 
 
 def test_slow_products_and_narrow_copies_are_defects():

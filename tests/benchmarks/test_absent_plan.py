@@ -29,9 +29,9 @@ def plan():
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_published_network_can_be_compiled(name):
     """Its fields are those of a network of the same sizes."""
-    found = network_fields(name, PRESETS[name], ())
-    assert found["num_layers"] == PRESETS[name].num_layers
-    assert "execution" not in found
+    result = network_fields(name, PRESETS[name], ())
+    assert result["num_layers"] == PRESETS[name].num_layers
+    assert "execution" not in result
 
 
 def test_an_update_has_the_settings_of_its_plan(plan):
@@ -70,7 +70,7 @@ def test_clusters_are_whole_servers():
         ({"hardware": "a100x8"}, "a100", "--hardware a100x8 is not compiled for: choose among"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused(changes, device, message):
+def test_compile_plan_refuses_unsupported_plans(changes, device, message):
     with pytest.raises(ValueError, match=message):
         check(SimpleNamespace(**{**vars(ARGS), **changes}), device)
 

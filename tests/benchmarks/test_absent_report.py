@@ -61,7 +61,7 @@ def test_each_row_is_a_line_and_a_row_of_its_table():
         assert len({line.count("|") for line in table.splitlines()}) == 1
 
 
-def test_schedules_without_a_flag_are_those_of_steps():
+def test_markdown_schedule_includes_steps_without_flags():
     """Rows of a program are neighbours, the one without a flag first."""
     names = "collectives", "asynchronous", "communication", "exposed"
     names += "communication_of_layers", "exposed_of_layers"
@@ -80,7 +80,7 @@ def test_schedules_without_a_flag_are_those_of_steps():
     assert "| without a flag | 9 | 7 | 8.0 | 25% |" in table[0]
 
 
-def test_what_is_in_use_beside_a_program_counts():
+def test_memory_of_row_counts_other_buffers():
     half = UPDATE | {"others": 10 * 2**30}
     assert memory_of(half) == 50 * 2**30
     text = markdown(VERSIONS | {STEPS: [half]})
@@ -99,12 +99,12 @@ def test_a_refused_row_has_as_many_cells(part, row):
     assert line_of(refused).endswith("no memory")
 
 
-def test_rows_of_an_earlier_run_stay_unless_they_are_compiled_again():
+def test_merged_keeps_rows_that_were_not_compiled_again():
     before = [UPDATE, UPDATE | {"program": "another"}]
     assert merged(before, [UPDATE | {"seconds": 4.0}]) == [UPDATE | {"seconds": 4.0}, before[1]]
 
 
-def test_rows_of_other_versions_are_not_mixed(tmp_path):
+def test_read_refuses_rows_of_other_versions(tmp_path):
     write(tmp_path, VERSIONS | {STEPS: [UPDATE]})
     assert json.loads((tmp_path / "absent.json").read_text())[STEPS] == [UPDATE]
     assert read(tmp_path, VERSIONS | {"date": "2026-02-02"})[STEPS] == [UPDATE]
@@ -112,17 +112,17 @@ def test_rows_of_other_versions_are_not_mixed(tmp_path):
         read(tmp_path, VERSIONS | {"versions": {"jax": "1.3"}})
 
 
-def test_an_operation_of_two_kernels_takes_its_time_once():
+def test_seconds_text_counts_an_operation_once():
     rows = [{"operation": name, "seconds": 2.0} for name in ("a", "b", "b")]
     assert seconds_text({KERNELS: rows}) == "Processor time: kernels 4 s; 4 s in all"
 
 
-def test_rows_of_another_run_replace_those_of_the_same_name_where_they_are():
+def test_merged_replaces_rows_in_place():
     def rows(*names):
         return [{"operation": name, "kernel": kernel} for name, kernel in names]
 
     before = rows(("a", "x"), ("b", "y"), ("b", "z"), ("c", "v"))
-    found = rows(("d", "w"), ("b", "u"), ("b", "t"))
+    actual = rows(("d", "w"), ("b", "u"), ("b", "t"))
     expected = rows(("a", "x"), ("b", "u"), ("b", "t"), ("c", "v"), ("d", "w"))
-    assert merged(before, found) == expected
-    assert merged([], found) == found
+    assert merged(before, actual) == expected
+    assert merged([], actual) == actual

@@ -63,9 +63,9 @@ def fake_devices(monkeypatch):
 
 @pytest.mark.slow
 def test_bytes_of_a_half_are_those_of_its_whole_group(fake_devices):
-    given = {"micro_batches": 2, "prompt": 4, "response": 12}
+    inputs = {"micro_batches": 2, "prompt": 4, "response": 12}
     for kind in steps.OF_DECODING:
-        half = disaggregated.half_of(SPLIT._replace(kind=kind, **given))
+        half = disaggregated.half_of(SPLIT._replace(kind=kind, **inputs))
         serving, *_, received = half.operands
         in_flight = 2 * disaggregated._bytes(received)
         weights = disaggregated.side_bytes_of(serving)[kind not in steps.OF_ATTENTION]
@@ -160,13 +160,13 @@ def test_programs_of_few_layers_are_compiled_quick_or_by_name(monkeypatch):
         return [row["program"] for row in rows]
 
     monkeypatch.setattr(programs, "compile_step", compile_step)
-    few, whole = "Qwen3-30B-A3B, 2 layers, kernels", "Qwen3-30B-A3B"
+    few, full = "Qwen3-30B-A3B, 2 layers, kernels", "Qwen3-30B-A3B"
     assert titles([], quick=True) == [few, "Qwen3-30B-A3B, 1 layer"]
     assert titles(["h100"], quick=True) == [few]
     assert titles(["2 layers"], quick=False) == [few]
     assert all(reads_kernels for _, reads_kernels in read)
     read.clear()
-    assert few not in titles([], quick=False) and (whole, False) in read
+    assert few not in titles([], quick=False) and (full, False) in read
 
 
 def test_committed_programs_fit_their_devices():
@@ -176,7 +176,7 @@ def test_committed_programs_fit_their_devices():
         assert 0 < memory_of(row) < 0.9 * memory, row["program"]
 
 
-def test_committed_programs_need_what_the_planner_predicts():
+def test_committed_programs_match_predicted_memory():
     """Within 5%, on GPUs."""
     rows = json.loads(RESULTS.read_text())["steps"]
     compared = [

@@ -64,14 +64,14 @@ def test_a_row_is_claimed_by_the_first_process_that_meets_it():
 
 @pytest.mark.slow
 def test_processes_compile_the_rows_of_one():
-    alone = list(compiled_rows(work("odd", "even"), 1))
-    assert labels(alone) == [
+    single = list(compiled_rows(work("odd", "even"), 1))
+    assert labels(single) == [
         (part, f"{part} {number}", kernel)
         for part, count in PARTS.items()
         for number in range(count)
         for kernel in range(2)
     ]
-    assert labels(compiled_rows(work("odd", "even"), 3)) == labels(alone)
+    assert labels(compiled_rows(work("odd", "even"), 3)) == labels(single)
     (named,) = {one.row["label"] for one in compiled_rows(work("odd", "even", names=("n 2",)), 2)}
     assert named == "even 2"
 

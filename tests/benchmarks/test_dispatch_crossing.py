@@ -1,4 +1,4 @@
-"""Where the benchmark of dispatch sees two ways cross, and what it says to set."""
+"""Crossing of two implementations of dispatch, and the flag that the benchmark recommends."""
 
 import pytest
 
@@ -25,12 +25,12 @@ def rows(*seconds):
         ((4.0, 5.0, 6.0), 0.3),
     ],
 )
-def test_the_rate_is_what_is_sent_where_both_take_as_long(seconds, rate):
-    found = rate_of(rows(*seconds), "ragged")
-    assert found == (None if rate is None else pytest.approx(rate))
+def test_crossing_rate_is_bytes_at_equal_time(seconds, rate):
+    result = rate_of(rows(*seconds), "ragged")
+    assert result == (None if rate is None else pytest.approx(rate))
 
 
-def test_it_says_what_to_set():
+def test_crossing_report_names_the_flag():
     figures = {
         "device": "8 x H",
         "exchange": "ragged",

@@ -39,7 +39,7 @@ say({{"end": asked["part"]}})
 
 
 def no_rows(settings):
-    """What the process would be asked for."""
+    """Rows that the process would be asked for."""
     return iter(())
 
 
@@ -89,7 +89,7 @@ def test_a_row_that_breaks_the_device_is_one_row(measured):
     assert rows == [of("breaks", 0, failed="bad access"), of("works", 1, milliseconds=1.0)]
 
 
-def test_a_process_that_says_nothing_of_a_row_ends_the_part(measured):
+def test_silent_process_ends_the_part(measured):
     started, rows = measured("works silent works")
     assert started == 1
     all_others = {"row": "works silent works/all others", "form": "any"}
@@ -98,7 +98,7 @@ def test_a_process_that_says_nothing_of_a_row_ends_the_part(measured):
 
 
 @pytest.mark.slow
-def test_what_time_is_over_for_is_left_out(measured):
+def test_rows_after_the_time_limit_are_left_out(measured):
     assert measured("works hangs works", seconds=60.0, until=1.0)[1] == [
         of("works", 0, milliseconds=1.0),
         of("hangs", 1, left_out="time was over"),

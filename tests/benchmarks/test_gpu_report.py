@@ -1,4 +1,4 @@
-"""What `benchmarks.gpu` promises, what keeps a promise, and where that is written."""
+"""Targets of `benchmarks.gpu`, their verdicts, and the pages that list them."""
 
 import gc
 import re
@@ -29,8 +29,8 @@ def row(name, form, milliseconds, **figures):
 
 
 def target(words):
-    (found,) = [one for one in TARGETS if words in one.title]
-    return found
+    (result,) = [one for one in TARGETS if words in one.title]
+    return result
 
 
 def test_promises_are_open_until_their_rows_are_measured():
@@ -53,13 +53,13 @@ def test_the_best_alternative_is_the_fastest_of_all_others():
     assert beside_best(rows, FORWARD, "torch") == pytest.approx(2 / 3)
     assert beside_best(rows[:1], FORWARD) is None
     assert verdict(target("mixtral, forward: ahead"), rows) == ("reached", 1.5)
-    whole = [{**one, "row": "layer/qwen3-30b-a3b/both"} for one in rows]
-    whole[0]["milliseconds"] = 2.1
-    assert verdict(target("layer of experts"), whole)[0] == "missed"
+    full = [{**one, "row": "layer/qwen3-30b-a3b/both"} for one in rows]
+    full[0]["milliseconds"] = 2.1
+    assert verdict(target("layer of experts"), full)[0] == "missed"
     # Any kernel of ours may be the one that is ahead.
-    whole.append(row("layer/qwen3-30b-a3b/both", "mosaic_fused", 1.5))
-    assert verdict(target("layer of experts"), whole) == ("reached", 2.0)
-    assert best_of_ours(whole[1:3], "layer/qwen3-30b-a3b/both") is None
+    full.append(row("layer/qwen3-30b-a3b/both", "mosaic_fused", 1.5))
+    assert verdict(target("layer of experts"), full) == ("reached", 2.0)
+    assert best_of_ours(full[1:3], "layer/qwen3-30b-a3b/both") is None
 
 
 def test_training_and_decoding_are_judged_by_their_best_row():
@@ -100,12 +100,12 @@ def test_every_kernel_of_a_network_is_in_a_form_that_is_measured():
     assert not decoding.FORMS["as it is"]
 
 
-def test_parts_run_unless_they_are_only_for_those_who_ask():
+def test_chosen_parts_exclude_tilings_by_default():
     assert "tilings" not in chosen(None) and set(chosen(None)) == set(PARTS) - {"tilings"}
     assert chosen(["tilings", "layer"]) == [CEILINGS, "layer", "tilings"]
 
 
-def test_a_table_for_people():
+def test_markdown_lists_rates_failures_and_verdicts():
     rows = [
         row(FORWARD, "mosaic", 2.0, teraflops=480.0, of_dense=0.6, difference=2e-3),
         row(FORWARD, "torch", 3.0, teraflops=320.0, of_dense=0.4),
@@ -123,7 +123,7 @@ def test_a_table_for_people():
     assert "jax 1" in page and "seed 5" in page
 
 
-def test_rates_stand_beside_what_the_device_can_do():
+def test_work_rate_is_relative_to_the_ceilings():
     settings = Settings(small=True, seed=0, copy=8e9, dense=4e12)
     assert Work(3e9, "bytes").rate(0.75, settings) == {"gigabytes_per_s": 4.0, "of_copy": 0.5}
     assert Work(1e12, "operations").rate(0.5, settings) == {"teraflops": 2.0, "of_dense": 0.5}
@@ -132,9 +132,9 @@ def test_rates_stand_beside_what_the_device_can_do():
 
 def test_a_difference_that_is_too_large_or_no_number_is_refused():
     assert difference(jnp.ones(4), jnp.ones(4)) == 0
-    for found in (1.02 * jnp.ones(4), jnp.ones(4).at[2].set(jnp.nan)):
+    for result in (1.02 * jnp.ones(4), jnp.ones(4).at[2].set(jnp.nan)):
         with pytest.raises(ValueError, match="differs from float32 by"):
-            difference(found, jnp.ones(4))
+            difference(result, jnp.ones(4))
 
 
 def test_a_row_says_why_it_has_no_figures(monkeypatch):
@@ -149,7 +149,7 @@ def test_a_row_says_why_it_has_no_figures(monkeypatch):
     assert result_of(Row("a", "b", lambda: {"milliseconds": 1.0}))["milliseconds"] == 1.0
 
 
-def test_what_is_measured_was_compared_first():
+def test_measured_compares_before_timing():
     def wrong(found):
         raise ValueError("differs")
 
@@ -174,7 +174,7 @@ def test_rows_are_halved_until_there_is_memory():
         halved_to_fit(lambda rows: (_ for _ in ()).throw(RuntimeError("too little")), 8)
 
 
-def test_the_shapes_are_those_that_are_named():
+def test_benchmark_shapes_have_their_parameters():
     billions = {
         "dense": (LLAMA_3B, 3.21, 3.21),
         "experts": (MOE_4B, 3.583, 0.676),
@@ -182,12 +182,12 @@ def test_the_shapes_are_those_that_are_named():
         "qwen": (QWEN3_A3B, 30.53, 3.35),
         "of 32": (QWEN3_A3B_OF_32, 8.78, 3.34),
     }
-    for sizes, whole, active in billions.values():
-        assert num_parameters(network(sizes)) / 1e9 == pytest.approx(whole, rel=5e-3)
+    for sizes, full, active in billions.values():
+        assert num_parameters(network(sizes)) / 1e9 == pytest.approx(full, rel=5e-3)
         assert num_active_parameters(network(sizes)) / 1e9 == pytest.approx(active, rel=5e-3)
 
 
-def test_what_compiles_is_left_out_unless_all_does():
+def test_together_leaves_out_compiling_spans():
     first, second, third = (
         Span(9.0, True, 7, 3, 10.0),
         Span(1.0, False, 8, 4, 20.0),

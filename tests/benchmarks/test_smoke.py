@@ -22,12 +22,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def smoke(name: str, figures: Path) -> str:
-    """What the benchmark prints."""
+    """Output of the benchmark."""
     return printed(f"benchmarks/{name}.py", "--smoke", "--json", str(figures))
 
 
 def printed(*arguments: str, wait: float = 300) -> str:
-    """What Python prints, which must succeed."""
+    """Output of a Python program, which must succeed."""
     command = [sys.executable, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -95,8 +95,8 @@ def test_serving_is_measured_by_clients_that_stream(tmp_path):
 def test_every_row_of_the_benchmark_for_accelerators_runs_on_a_cpu(tmp_path):
     """Each at a small size, or it says what it needs; none fails and none is left out."""
     shown = printed("-m", "benchmarks.gpu", "--minutes", "14", "--out", str(tmp_path), wait=900)
-    (found,) = tmp_path.glob("gpu-*.json")
-    figures = json.loads(found.read_text())
+    (result,) = tmp_path.glob("gpu-*.json")
+    figures = json.loads(result.read_text())
     rows = {(row["part"], row["row"], row["form"]): row for row in figures["rows"]}
     assert len(rows) == len(figures["rows"])
     settings = Settings(small=True, seed=0)
@@ -131,7 +131,7 @@ def test_every_row_of_the_benchmark_for_accelerators_runs_on_a_cpu(tmp_path):
     assert decoded["gigabytes_per_s"] * 1e9 * seconds == pytest.approx(least)
     assert decoded["tokens_per_s"] * seconds == pytest.approx(4 * 5)
     assert {one["verdict"] for one in figures["promises"]} == {"open"}
-    page = found.with_suffix(".md").read_text()
+    page = result.with_suffix(".md").read_text()
     assert all(f"| {row} | {form} |" in page and row in shown for _, row, form in rows)
 
 
@@ -149,19 +149,19 @@ def test_a_step_of_a_published_model_is_timed_by_phases(tmp_path):
     shown = smoke("real_model", figures)
     for phase in ("prompt pass", "decoding", "forward", "backward", "head", "host"):
         assert f"\n{phase} " in shown
-    found = json.loads(figures.read_text())
-    assert found["product per processor second"] > 1e8 < found["read per processor second"]
+    result = json.loads(figures.read_text())
+    assert result["product per processor second"] > 1e8 < result["read per processor second"]
     # Every completion has at least one token, and prompts count once for their completions.
-    assert found["tokens"]["response"] >= found["rows"] == 4
-    assert found["tokens"]["prompt"] == 2 * (1 + len("40754516="))
+    assert result["tokens"]["response"] >= result["rows"] == 4
+    assert result["tokens"]["prompt"] == 2 * (1 + len("40754516="))
 
 
 @pytest.mark.slow
 def test_a_step_beside_trl_is_timed_without_the_peer(tmp_path):
     figures = tmp_path / "figures.json"
     shown = smoke("beside_trl", figures)
-    found = json.loads(figures.read_text())
-    assert shown.startswith("smoke ") and set(found["seconds"]) == {"smoke"}
-    (step,) = found["seconds"]["smoke"]["jrl"]
+    result = json.loads(figures.read_text())
+    assert shown.startswith("smoke ") and set(result["seconds"]) == {"smoke"}
+    (step,) = result["seconds"]["smoke"]["jrl"]
     assert step["wall"] > 0 and step["processor"] > 0 and step["tokens"] >= 4
-    assert found["machine"]["versions"] == {"jax": jax.__version__}
+    assert result["machine"]["versions"] == {"jax": jax.__version__}

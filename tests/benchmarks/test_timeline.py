@@ -55,8 +55,8 @@ BYTES = 4096 * 1024 * 2 + MATRIX + 4096 * 2048 * 4
 
 
 def test_a_collective_hides_behind_the_work_before_its_done():
-    found = timeline(PROGRAM, H100)
-    gather, reduction = found.collectives
+    actual = timeline(PROGRAM, H100)
+    gather, reduction = actual.collectives
 
     def seconds(kind):
         return Transfer("", kind, ("dp",), MATRIX, 1).seconds(Layout(dp=8), H100)
@@ -68,10 +68,10 @@ def test_a_collective_hides_behind_the_work_before_its_done():
     # A synchronous collective hides behind nothing.
     assert reduction.times == 1
     assert reduction.exposed == pytest.approx(seconds("all_reduce"))
-    assert found.exposed == pytest.approx(3 * gather.exposed + reduction.exposed)
+    assert actual.exposed == pytest.approx(3 * gather.exposed + reduction.exposed)
     sliced = 2 * MATRIX / H100.memory_bandwidth
     expected = sliced + 3 * seconds("all_gather") + seconds("all_reduce")
-    assert found.seconds == pytest.approx(expected, rel=1e-6)
+    assert actual.seconds == pytest.approx(expected, rel=1e-6)
 
 
 CONDITION = """

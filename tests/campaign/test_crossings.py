@@ -125,7 +125,7 @@ def test_a_drawn_crossing_is_right_or_refused(number):
 
 
 @pytest.mark.slow
-def test_what_is_further_than_rounding_is_wrong(monkeypatch):
+def test_crossing_compares_beyond_rounding(monkeypatch):
     known = {}
     assert outcome_of(crossing_of("packed"), known).kind == "right"
 
@@ -141,7 +141,7 @@ def test_what_is_further_than_rounding_is_wrong(monkeypatch):
     assert outcome.failed and "policy gradient by 0.0001 in layers.attention.key" in outcome.reason
 
 
-def test_what_cannot_be_had_is_refused():
+def test_crossing_reports_refused_combinations():
     outcome = outcome_of({"layout": {"pp": 2, "vpp": 2}})
     assert outcome.kind == "refused" and "num_layers=2 cannot be split" in outcome.reason
 
@@ -151,7 +151,7 @@ def test_a_seed_draws_the_same():
     assert json.loads(json.dumps(drawn(3, 5))) == drawn(3, 5)
 
 
-def test_a_failure_shrinks_to_what_makes_it():
+def test_shrink_keeps_only_the_failing_settings():
     def fails(crossing):
         return crossing["layout"].get("cp", 1) > 1 and "remat" in crossing["run"]
 

@@ -99,7 +99,7 @@ def test_the_page_of_windows_has_the_tables_of_its_results():
     assert f"\n{windows.until_table(curves)}\n" in page
 
 
-def test_what_is_spent_until_an_accuracy_is_compared_seed_by_seed():
+def test_study_compares_cost_to_accuracy_by_seed():
     def run(variant, seed, accuracy, scale):
         spent = [scale * x for x in (0.0, 6e3, 12e3)]
         numbers = {name: spent for name in ("step", "decode_steps", "seconds")}
@@ -151,14 +151,14 @@ def test_a_run_that_has_ended_is_left_and_one_that_fails_names_its_log(tmp_path)
     assert "warm-start-1 holds no run" in log
 
 
-def test_a_run_that_is_stopped_on_the_way_is_gone_on_with(tmp_path, monkeypatch):
+def test_study_resumes_a_stopped_run(tmp_path, monkeypatch):
     """It has its plots, and ends with status 0."""
-    study, given = Study(tmp_path, {"a": "grpo"}), []
+    study, inputs = Study(tmp_path, {"a": "grpo"}), []
     arguments = arguments_of(study, "a", tmp_path, 0)
     folder = folder_of(study, "a", tmp_path, 0)
 
     def stopped(line):
-        given.append(line)
+        inputs.append(line)
         ended(folder, [{"step": 3}], steps=60)
         return 0
 
@@ -167,14 +167,14 @@ def test_a_run_that_is_stopped_on_the_way_is_gone_on_with(tmp_path, monkeypatch)
         _run(arguments)
 
     def completed(line):
-        given.append(line)
+        inputs.append(line)
         (folder / "metrics.jsonl").write_text('{"step": 60}\n', encoding="utf-8")
         return 0
 
     monkeypatch.setattr("experiments.study.main", completed)
     _run(arguments)
     _run(arguments)
-    assert given == [arguments, ["--run-dir", str(folder), "--resume"]]
+    assert inputs == [arguments, ["--run-dir", str(folder), "--resume"]]
 
 
 def test_no_run_begins_when_the_study_stops(tmp_path, monkeypatch):
@@ -210,7 +210,7 @@ print("the next one")
 
 
 @pytest.mark.slow
-def test_ctrl_c_waits_for_what_a_command_saves():
+def test_study_waits_for_saves_on_ctrl_c():
     with subprocess.Popen(
         [sys.executable, "-c", TWO],
         cwd=ROOT,
@@ -229,7 +229,7 @@ def test_ctrl_c_waits_for_what_a_command_saves():
     )
 
 
-def test_a_command_that_fails_is_said_in_one_line():
+def test_study_reports_a_failing_command_in_one_line():
     complete([sys.executable, "-c", "pass"])
     with pytest.raises(SystemExit, match=r"-c 'raise SystemExit\(2\)' failed$"):
         complete([sys.executable, "-c", "raise SystemExit(2)"])
@@ -251,7 +251,7 @@ def test_another_task_has_runs_and_warm_starts_of_its_own(tmp_path):
         assert first[first.index(flag) + 1] != second[second.index(flag) + 1]
 
 
-def test_tables_and_pictures(tmp_path):
+def test_study_writes_tables_and_plots(tmp_path):
     curves = [curve(seed, (0.2, 0.4, 0.3, 0.5 + seed / 10)) for seed in range(3)]
     assert spread([0.1, 0.2, 0.6]) == "0.300 (0.100 to 0.600)"
     assert spread([math.nan, 1.0]) == "-"

@@ -127,7 +127,7 @@ def test_runs(path, tmp_path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_what_is_kept_was_run_as_it_stands(path):
+def test_committed_outputs_match_the_sources(path):
     """The outputs that readers see without running anything: whole, in order, without an error,
     and with what the cells say now."""
     cells = json.loads(path.read_text())["cells"]
@@ -201,9 +201,7 @@ def asked_for(code, patch, source, files=(), modules=(), environment=None):
 @pytest.mark.parametrize(
     "path", [path for path in NOTEBOOKS if path.stem in LOOKED_OVER], ids=lambda path: path.stem
 )
-def test_in_colab_the_first_cell_installs_what_the_accelerator_needs(
-    path, machine, monkeypatch, tmp_path
-):
+def test_colab_cell_installs_the_extra_of_the_accelerator(path, machine, monkeypatch, tmp_path):
     *given, extra = MACHINES[machine]
     first = code_of(path)[0]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

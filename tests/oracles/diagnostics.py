@@ -34,12 +34,12 @@ def _bucket(length, edges):
 
 def by_position(values, returns, mask, num_bins):
     """Per bin: explained variance, bias, root mean square error, tokens."""
-    found = [[] for _ in range(num_bins)]
+    result = [[] for _ in range(num_bins)]
     for vs, gs in zip(_pick(values, mask), _pick(returns, mask), strict=True):
         for t, pair in enumerate(zip(vs, gs, strict=True)):
-            found[int(num_bins * t / len(vs) + 1e-9)].append(pair)
+            result[int(num_bins * t / len(vs) + 1e-9)].append(pair)
     out = []
-    for pairs in found:
+    for pairs in result:
         errors, targets = [v - g for v, g in pairs], [g for _, g in pairs]
         flat = not pairs or max(targets) == min(targets)
         explained = 0.0 if flat else 1 - _variance(errors) / _variance(targets)
@@ -117,11 +117,11 @@ def terminal_reach(mask, lam, gamma, threshold):
 def lambda_sensitivity(rewards, values, mask, lam, edges):
     """Per bucket of length: correlation, sign agreement, tokens."""
     ours, unbiased = (gae(rewards, values, mask, 1.0, x)[0] for x in (lam, 1.0))
-    found = [[] for _ in range(len(edges) + 1)]
+    result = [[] for _ in range(len(edges) + 1)]
     for xs, ys in zip(_pick(ours, mask), _pick(unbiased, mask), strict=True):
-        found[_bucket(len(xs), edges)] += list(zip(xs, ys, strict=True))
+        result[_bucket(len(xs), edges)] += list(zip(xs, ys, strict=True))
     out = []
-    for pairs in found:
+    for pairs in result:
         xs, ys = [x for x, _ in pairs], [y for _, y in pairs]
         scale = math.sqrt(_variance(xs) * _variance(ys))
         centred = [(x - _mean(xs)) * (y - _mean(ys)) for x, y in pairs]
@@ -168,9 +168,9 @@ def outcome_contradiction(rewards, values, advantages, mask, gamma=1.0):
 def length_share(mask, edges):
     """Per bucket: share of responses and of tokens."""
     lengths = [len(times) for times in rows(mask) if times]
-    found = [[n for n in lengths if _bucket(n, edges) == i] for i in range(len(edges) + 1)]
-    responses = [len(ns) / max(len(lengths), 1) for ns in found]
-    return responses, [sum(ns) / max(sum(lengths), 1) for ns in found]
+    result = [[n for n in lengths if _bucket(n, edges) == i] for i in range(len(edges) + 1)]
+    responses = [len(ns) / max(len(lengths), 1) for ns in result]
+    return responses, [sum(ns) / max(sum(lengths), 1) for ns in result]
 
 
 def negative_share(advantages, mask):

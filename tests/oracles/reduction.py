@@ -45,7 +45,7 @@ def token_weights(mask, mode, max_length=None, **denominators):
     weights = np.zeros(np.shape(mask))
     for i, times in enumerate(rows(mask)):
         for t in times:
-            alone = np.zeros(np.shape(mask))
-            alone[i, t] = 1.0
-            weights[i, t] = aggregate(alone, mask, mode, max_length, **denominators)
+            single = np.zeros(np.shape(mask))
+            single[i, t] = 1.0
+            weights[i, t] = aggregate(single, mask, mode, max_length, **denominators)
     return weights

@@ -1,4 +1,4 @@
-"""Which positions of a mask are true."""
+"""True positions of a mask, row by row."""
 
 import numpy as np
 

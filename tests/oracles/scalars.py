@@ -1,4 +1,4 @@
-"""What is one number: coefficients that steer themselves, metrics of samples, terms of rewards."""
+"""Oracles of single numbers: adaptive coefficients, metrics of samples, terms of rewards."""
 
 import itertools
 

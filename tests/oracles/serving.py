@@ -7,7 +7,7 @@ from collections import deque
 
 
 def token_step(attention, experts, sending, num_micro_batches, num_layers):
-    """When the last micro-batch is back, and what each station worked on, in order.
+    """Time at which the last micro-batch is back, and the work of each station in order.
 
     Stations take what waits longest; nobody tells them the order of micro-batches.
     """

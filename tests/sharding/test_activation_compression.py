@@ -26,7 +26,7 @@ def by_channel(x):
 
 
 def of_both(x):
-    """What comes back, by token and by channel."""
+    """Decoded values, by token and by channel."""
     return by_token(x)[-1], by_channel(x)[-1]
 
 
@@ -38,49 +38,49 @@ def allowed(x, largest):
     return bound * (1 + 2.0**-20)
 
 
-def test_a_token_is_off_by_half_a_unit():
-    sent, scale, found = jax.device_get(jit(by_token)(X))
+def test_fp8_tokens_are_within_half_a_unit():
+    sent, scale, result = jax.device_get(jit(by_token)(X))
     assert sent.dtype == jnp.uint8 and sent.shape == X.shape
     assert scale.dtype == jnp.float32 and scale.shape == (2, 5, 1)
-    found, largest = found.astype(np.float64), np.max(np.abs(X), axis=-1, keepdims=True)
-    assert np.all(np.abs(found - X.astype(np.float64)) <= allowed(X, largest))
+    result, largest = result.astype(np.float64), np.max(np.abs(X), axis=-1, keepdims=True)
+    assert np.all(np.abs(result - X.astype(np.float64)) <= allowed(X, largest))
     # The largest comes back, but for the rounding of its scale.
     there = np.abs(X) == largest
-    np.testing.assert_allclose(found[there], X[there], rtol=2.0**-22)
+    np.testing.assert_allclose(result[there], X[there], rtol=2.0**-22)
 
 
-def test_a_channel_of_a_group_has_a_scale_of_its_own(monkeypatch):
+def test_fp8_channels_have_a_scale_per_group(monkeypatch):
     monkeypatch.setattr(compression, "GROUP_TOKENS", 2)
     x = X.swapaxes(0, 1).reshape(1, 5, 14)
     # Traced by itself: the size of a group is no argument.
-    _, scale, found = jax.device_get(jit(lambda x: by_channel(x))(x))
+    _, scale, result = jax.device_get(jit(lambda x: by_channel(x))(x))
     # Five tokens are two groups and a part.
     assert scale.shape == (1, 3, 14)
     magnitude = np.abs(x)[0]
     largest = np.stack([np.max(magnitude[i : i + 2], axis=0) for i in (0, 2, 4)])
     largest = np.repeat(largest, 2, axis=0)[None, :5]
-    found = found.astype(np.float64)
-    assert np.all(np.abs(found - x.astype(np.float64)) <= allowed(x, largest))
+    result = result.astype(np.float64)
+    assert np.all(np.abs(result - x.astype(np.float64)) <= allowed(x, largest))
 
 
 @pytest.mark.parametrize("number", [jnp.inf, -jnp.inf, jnp.nan])
-def test_what_is_not_finite_does_not_come_back_as_a_number(number):
+def test_fp8_keeps_nonfinite_values(number):
     x = X.copy()
     x[1, 2, 3] = number
-    found, by_channels = jax.device_get(jit(of_both)(x))
-    assert np.all(np.isnan(found[1, 2])) and np.sum(np.isnan(found)) == 7
+    result, by_channels = jax.device_get(jit(of_both)(x))
+    assert np.all(np.isnan(result[1, 2])) and np.sum(np.isnan(result)) == 7
     assert np.all(np.isnan(by_channels[1, :, 3]))
 
 
-def test_nothing_and_hardly_anything_stay_finite():
+def test_fp8_of_zero_and_extreme_values_is_finite():
     for number in (0, 1e-38, 3e38):
         x = np.full((3, 4), number, np.float32)
-        *_, found = jit(by_token)(x)
-        assert np.all(np.isfinite(found))
-        np.testing.assert_allclose(found, x, rtol=2.0**-4, atol=1e-38)
+        *_, result = jit(by_token)(x)
+        assert np.all(np.isfinite(result))
+        np.testing.assert_allclose(result, x, rtol=2.0**-4, atol=1e-38)
 
 
-def test_sums_are_of_terms_rounded_once():
+def test_fp8_gather_and_scatter_round_terms_once():
     """A gather and a scatter over four devices, values and gradients, against one device."""
     mesh = mesh_of("dp4")
     draw = np.random.default_rng(1)

@@ -80,7 +80,7 @@ def expect_each(name, x, rule):
     return np.stack([out[rank] for rank in range(8)])
 
 
-def test_ranks_are_as_the_oracle_has_them():
+def test_ranks_equal_the_oracle():
     index = jax.jit(
         jax.shard_map(
             lambda: jnp.stack([jax.lax.axis_index(getattr(MESH, name)) for name in AXES])[None],
@@ -105,7 +105,7 @@ def test_ranks_are_as_the_oracle_has_them():
 @pytest.mark.parametrize("name", full_but(AXES, *QUICK))
 def test_gather_and_scatter_are_each_others_transpose(name, gather, scatter):
     axes, n = getattr(MESH, name), len(GROUPS[name][0])
-    shards, whole = numbers(1, 8, 2, WIDTH), numbers(2, 8, 2 * n, WIDTH)
+    shards, full = numbers(1, 8, 2, WIDTH), numbers(2, 8, 2 * n, WIDTH)
 
     def gathered(rows, place):
         return rows.reshape(-1, WIDTH)
@@ -113,12 +113,12 @@ def test_gather_and_scatter_are_each_others_transpose(name, gather, scatter):
     def scattered(rows, place):
         return rows.sum(axis=0)[2 * place : 2 * place + 2]
 
-    out, gradient = value_and_gradient(each_device(gather, axes), shards, whole)
+    out, gradient = value_and_gradient(each_device(gather, axes), shards, full)
     np.testing.assert_array_equal(out, expect_each(name, shards, gathered))
-    np.testing.assert_array_equal(gradient, expect_each(name, whole, scattered))
+    np.testing.assert_array_equal(gradient, expect_each(name, full, scattered))
 
-    out, gradient = value_and_gradient(each_device(scatter, axes), whole, shards)
-    np.testing.assert_array_equal(out, expect_each(name, whole, scattered))
+    out, gradient = value_and_gradient(each_device(scatter, axes), full, shards)
+    np.testing.assert_array_equal(out, expect_each(name, full, scattered))
     np.testing.assert_array_equal(gradient, expect_each(name, shards, gathered))
 
 
@@ -133,8 +133,8 @@ def test_sums_of_half_precision_are_rounded_once():
         scatter = each_device(partial(scatter_and_round, dtype=jnp.bfloat16), MESH.axes)
         out, back = jax.vjp(scatter, terms)
         (gathered,) = back(out)
-        whole, back = jax.vjp(each_device(gather_and_widen, MESH.axes), shard)
-        assert whole.dtype == jnp.float32
+        full, back = jax.vjp(each_device(gather_and_widen, MESH.axes), shard)
+        assert full.dtype == jnp.float32
         return out, gathered, back(terms)[0]
 
     out, gathered, gradient = sums(jnp.asarray(terms), shard)
@@ -182,20 +182,20 @@ def test_sums_and_joined_shards_count_once(name):
 def test_own_shard_and_its_gradient(name):
     axes, count, n = getattr(MESH, name), len(GROUPS[name]), len(GROUPS[name][0])
     rest = tuple(axis for axis in MESH.axes if axis not in axes)
-    whole, cotangent = numbers(1, count, 2 * n, WIDTH), numbers(2, 8, 2, WIDTH)
+    full, cotangent = numbers(1, count, 2 * n, WIDTH), numbers(2, 8, 2, WIDTH)
     function = jax.shard_map(
         lambda x: local_shard(x[0], axes)[None],
         mesh=MESH.mesh,
         in_specs=P(rest),
         out_specs=P(MESH.axes),
     )
-    out, gradient = value_and_gradient(function, whole, cotangent)
+    out, gradient = value_and_gradient(function, full, cotangent)
     for copy, group in enumerate(GROUPS[name]):
-        np.testing.assert_array_equal(out[group], whole[copy].reshape(n, 2, WIDTH))
+        np.testing.assert_array_equal(out[group], full[copy].reshape(n, 2, WIDTH))
         np.testing.assert_array_equal(gradient[copy], cotangent[group].reshape(-1, WIDTH))
 
 
-def test_integers_travel_too():
+def test_collectives_carry_integers():
     x = numbers(1, 8, 2).astype(np.int32)
     joined = jax.jit(each_device(join_shards, MESH.dp, reduced=True))(x)
     assert joined.dtype == jnp.int32

@@ -1,4 +1,4 @@
-"""What the compiler is asked for: names that it knows, for devices that communicate."""
+"""Compiler options: names that the compiler knows, for devices that communicate."""
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,14 @@ NAMED = [o for table in TABLES for p in table.values() for o in p.items()]
 
 
 @pytest.mark.parametrize(("name", "value"), NAMED)
-def test_the_compiler_knows_every_name(name, value):
+def test_compiler_accepts_every_option(name, value):
     """Options of all platforms are fields of one record, whatever the compiler compiles for."""
     jax.jit(jnp.sin, compiler_options={name: value}).lower(1.0).compile()
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         jax.jit(jnp.sin, compiler_options={f"{name}_": value}).lower(1.0).compile()
 
 
-def test_devices_that_communicate_hide_it_and_others_are_left_alone():
+def test_compiler_options_overlap_on_communicating_gpus():
     hidden, two = {"xla_gpu_enable_latency_hiding_scheduler": True}, Layout.parse("dp2 / ep2")
     required = REQUIRED["gpu"]
     assert compiler_options(fold_abstract(two, "gpu")) == required | hidden
@@ -36,7 +36,7 @@ def test_devices_that_communicate_hide_it_and_others_are_left_alone():
     assert compiler_options(fold_abstract(Layout.parse("dp2"))) == {}
 
 
-def test_the_least_effort_is_asked_for_beside_what_devices_have_anyway():
+def test_compiler_options_with_least_effort():
     one, two = Layout.parse("dp1"), Layout.parse("dp2 / ep2")
     least = {"xla_backend_optimization_level": 0}
     assert compiler_options(mesh_of("dp1"), least_effort=True) == least
@@ -45,7 +45,7 @@ def test_the_least_effort_is_asked_for_beside_what_devices_have_anyway():
     assert compiler_options(fold_abstract(one), least_effort=True) == {}
 
 
-def test_devices_alone_say_what_is_required(monkeypatch):
+def test_device_options_follow_the_devices(monkeypatch):
     monkeypatch.setitem(REQUIRED, "cpu", {"xla_of_nobody": True})
     assert device_options(jax.devices()[:2]) == {"xla_of_nobody": True}
     assert device_options(jax.devices()[:1]) == {}

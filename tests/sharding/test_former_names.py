@@ -28,9 +28,9 @@ def test_a_former_name_of_a_module_is_the_present_one_with_a_warning():
 def test_a_former_module_has_the_names_of_the_present_one_with_a_warning(module, name, present):
     former = importlib.import_module(f"sharding.planner.{module}")
     with pytest.warns(DeprecationWarning, match=f"{module}.{name} is now sharding.{present};"):
-        found = getattr(former, name)
+        result = getattr(former, name)
     holder, _, attribute = present.rpartition(".")
-    assert found is getattr(importlib.import_module(f"sharding.{holder}"), attribute)
+    assert result is getattr(importlib.import_module(f"sharding.{holder}"), attribute)
     with pytest.raises(AttributeError, match="no attribute 'Grille'"):
         _ = former.Grille
 

@@ -49,7 +49,7 @@ def halfway(_):
 
 
 @pytest.mark.parametrize("terms_of", [mixed_magnitudes, cancelling, halfway])
-def test_error_bound(terms_of):
+def test_compressed_sum_error_bound(terms_of):
     for seed in range(8):
         terms = terms_of(seed)
         wide = terms.astype(np.float64)
@@ -60,24 +60,24 @@ def test_error_bound(terms_of):
         assert np.max(error / np.abs(wide).sum(axis=0)) > 2.0**-11
 
 
-def test_terms_are_rounded_once_and_added_in_the_order_of_devices():
+def test_compressed_sum_rounds_once_in_device_order():
     terms = mixed_magnitudes(11)
     expected = np.zeros(SHAPE, np.float32)
     for term in terms.astype(jnp.bfloat16):
         expected = expected + term.astype(np.float32)
-    found = compressed(terms)
-    assert found.dtype == jnp.float32
-    np.testing.assert_array_equal(found, expected)
-    np.testing.assert_array_equal(compressed(terms), found)
+    actual = compressed(terms)
+    assert actual.dtype == jnp.float32
+    np.testing.assert_array_equal(actual, expected)
+    np.testing.assert_array_equal(compressed(terms), actual)
 
 
-def test_what_bfloat16_holds_is_summed_exactly():
+def test_compressed_sum_of_bfloat16_values_is_exact():
     terms = np.random.default_rng(0).integers(-255, 255, size=(8, *SHAPE)).astype(np.float32)
     np.testing.assert_array_equal(compressed(terms), plain(terms))
 
 
 @pytest.mark.parametrize("mean", [0.0, 1.0])
-def test_smaller_error_than_a_ring_in_bfloat16(mean):
+def test_compressed_sum_beats_a_bfloat16_ring(mean):
     terms = (mean + np.random.default_rng(2).normal(size=(8, *SHAPE))).astype(np.float32)
     exact = terms.astype(np.float64).sum(axis=0)
     running = np.zeros(SHAPE, jnp.bfloat16)
@@ -92,12 +92,12 @@ def test_smaller_error_than_a_ring_in_bfloat16(mean):
     assert 0 < rms(compressed(terms)) < 0.5 * rms(running)
 
 
-def test_what_is_not_finite_stays_so():
+def test_compressed_sum_keeps_nonfinite_values():
     terms = np.ones((8, *SHAPE), np.float32)
     terms[5, 0, 0, 0], terms[2, 1, 3, 4] = np.nan, np.inf
-    found = np.asarray(compressed(terms))
-    assert np.isnan(found[0, 0, 0]) and np.isposinf(found[1, 3, 4])
-    assert np.isfinite(found).sum() == found.size - 2
+    result = np.asarray(compressed(terms))
+    assert np.isnan(result[0, 0, 0]) and np.isposinf(result[1, 3, 4])
+    assert np.isfinite(result).sum() == result.size - 2
 
 
 def equations(jaxpr):
@@ -107,7 +107,7 @@ def equations(jaxpr):
             yield from equations(inner)
 
 
-def test_bytes_sent_are_half():
+def test_compressed_sum_sends_half_the_bytes():
     sent = {}
     for name, function in (("all_to_all", compressed), ("reduce_scatter", plain)):
         program = equations(jax.make_jaxpr(function)(mixed_magnitudes(0)).jaxpr)
@@ -118,7 +118,7 @@ def test_bytes_sent_are_half():
     assert sent["reduce_scatter"] == 4 * 3 * 16 * 5 * 7 // 8 == 2 * sent["all_to_all"]
 
 
-def test_a_program_does_not_grow_with_the_devices():
+def test_compressed_sum_program_size_is_bounded():
     """Beyond eight additions the rest is a loop."""
     mesh = fold_abstract(Layout.parse("dp64"))
     local = jax.shard_map(

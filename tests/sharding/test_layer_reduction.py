@@ -28,7 +28,7 @@ def through(layers, x):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", ["float32", "bfloat16"])
-def test_the_bits_are_those_of_a_sum_afterwards(wire):
+def test_reduction_inside_layers_is_bit_exact(wire):
     mesh, draw = mesh_of("cp2 dp2"), np.random.default_rng(0)
     stored, shape = P(None, None, None), (DEPTH, WIDTH, WIDTH)
     reduction = Reduction(mesh, stored, shard_dim(stored, shape, mesh, first=1, comm_dtype=wire))
@@ -46,10 +46,10 @@ def test_the_bits_are_those_of_a_sum_afterwards(wire):
             return through(Reduced(own, before, place, reduction), x)
 
         place = reduction.sum_zeros(own)
-        alone = reduction(jax.grad(through)(own, x).astype(jnp.float32))
+        single = reduction(jax.grad(through)(own, x).astype(jnp.float32))
         return [
             (jax.grad(on_the_way)(place, before), after),
-            (jax.grad(partial(on_the_way, before=None))(place), alone),
+            (jax.grad(partial(on_the_way, before=None))(place), single),
         ]
 
     ranks = (*mesh.cp, *mesh.dp)

@@ -67,8 +67,8 @@ def test_a_start_that_is_marked_is_synchronous(marked, expected):
 
 
 def test_a_program_without_collectives_is_not_synchronous():
-    alone = GPU.replace("{{0,1,2,3},{4,5,6,7}}", "{{0},{1}}").replace("'dp_ep'=8", "'dp_ep'=1")
-    assert not is_synchronous(alone.replace("[4,2]<=[8]", "[8,1]<=[8]"))
+    single = GPU.replace("{{0,1,2,3},{4,5,6,7}}", "{{0},{1}}").replace("'dp_ep'=8", "'dp_ep'=1")
+    assert not is_synchronous(single.replace("[4,2]<=[8]", "[8,1]<=[8]"))
 
 
 def test_a_loop_has_its_length_and_its_body():
@@ -90,8 +90,8 @@ def test_a_loop_has_its_length_and_its_body():
     ],
 )
 def test_an_operation_follows_its_type(line, operation, operands):
-    found = parse_instruction(line)
-    assert (found.name, found.operation, found.operands) == ("a", operation, operands)
+    result = parse_instruction(line)
+    assert (result.name, result.operation, result.operands) == ("a", operation, operands)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def in_a_function(x):
 @pytest.mark.parametrize(
     "function", [own_stage, own_values, own_times, inside_what_is_alike, in_a_function]
 )
-def test_what_devices_may_leave_out_is_found(function):
+def test_unreached_permutes_are_found(function):
     assert len(list(unreached_permutes(traced(function)))) == 1
     with pytest.raises(AssertionError, match="1 permutes that some devices may leave out"):
         check_permutes(traced(function))
@@ -67,11 +67,11 @@ def groups(x):
 
 
 @pytest.mark.parametrize("function", [alike, groups])
-def test_what_all_devices_come_by_is_right(function):
+def test_check_permutes_accepts_uniform_control_flow(function):
     check_permutes(traced(function))
 
 
 @pytest.mark.parametrize("function", [own_stage, own_values, own_times])
-def test_without_types_every_predicate_may_differ(function):
+def test_unreached_permutes_without_varying_types(function):
     assert len(list(unreached_permutes(traced(function, check_vma=False)))) == 1
     check_permutes(traced(turn, check_vma=False))

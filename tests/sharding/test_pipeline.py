@@ -103,8 +103,8 @@ def program(layout, num_micro_batches, num_chunks, forward_only=False):
         compiler_options={"xla_backend_optimization_level": "0"},
     )
     ends, layers, micro_batches = network(num_micro_batches)
-    given = ends, layers.reshape(num_chunks, -1, WIDTH, WIDTH), micro_batches
-    return step.lower(*given).compile(), given
+    inputs = ends, layers.reshape(num_chunks, -1, WIDTH, WIDTH), micro_batches
+    return step.lower(*inputs).compile(), inputs
 
 
 CASES = [
@@ -128,8 +128,8 @@ CLOSE = {"rtol": 2e-5, "atol": 2e-5}
     full_but(CASES, ("pp4", 5, 2)),
 )
 def test_values_and_gradients_are_those_of_a_loop(layout, num_micro_batches, num_chunks):
-    step, given = program(layout, num_micro_batches, num_chunks)
-    loss, ends_grad, layers_grad, metrics, sums = jax.device_get(step(*given))
+    step, inputs = program(layout, num_micro_batches, num_chunks)
+    loss, ends_grad, layers_grad, metrics, sums = jax.device_get(step(*inputs))
     ends, layers, micro_batches = network(num_micro_batches)
     by_hand = jax.jit(jax.value_and_grad(plain, argnums=(0, 1), has_aux=True))
     (expected, (_, expected_metrics, expected_sums)), expected_grads = jax.device_get(
@@ -148,8 +148,8 @@ def test_values_and_gradients_are_those_of_a_loop(layout, num_micro_batches, num
     ("layout", "num_micro_batches", "num_chunks"), [("pp4", 6, 1), ("pp2", 3, 2)]
 )
 def test_forward_alone_is_that_of_a_loop(layout, num_micro_batches, num_chunks):
-    step, given = program(layout, num_micro_batches, num_chunks, forward_only=True)
-    (losses, metrics), sums = jax.device_get(step(*given))
+    step, inputs = program(layout, num_micro_batches, num_chunks, forward_only=True)
+    (losses, metrics), sums = jax.device_get(step(*inputs))
     by_hand = jax.jit(plain)(*network(num_micro_batches))
     _, (expected, expected_metrics, expected_sums) = jax.device_get(by_hand)
     np.testing.assert_allclose(losses, expected, **CLOSE)
@@ -159,11 +159,11 @@ def test_forward_alone_is_that_of_a_loop(layout, num_micro_batches, num_chunks):
 
 def permutes(step):
     """The pairs of each collective-permute in the compiled program."""
-    found = re.findall(
+    result = re.findall(
         r"collective-permute(?:-start)?\(.*source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}",
         step.as_text(),
     )
-    return sorted(re.findall(r"\d+,\d+", pairs) for pairs in found)
+    return sorted(re.findall(r"\d+,\d+", pairs) for pairs in result)
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ WEIGHTS, X, OTHER = draw(DEPTH, WIDTH, WIDTH), draw(TOKENS, WIDTH), 1 + draw(TOK
 
 @pytest.mark.parametrize("remat", full_but([False, True], False))
 @pytest.mark.parametrize("how", full_but(RUNS, "scanned", "branched"))
-def test_the_gradient_is_that_of_both_at_once(how, remat):
+def test_split_passes_gradient_equals_vjp(how, remat):
     run = partial(RUNS[how], jax.checkpoint(layer) if remat else layer)
 
     def function(again, x, other):
@@ -61,7 +61,7 @@ def test_the_gradient_is_that_of_both_at_once(how, remat):
     # Other numbers than those it was made with.
     again = 2 * WEIGHTS, jnp.float32(3)
     (out, aux), kept = jax.jit(passes.forward)(again, 0.5 * X, OTHER)
-    found = jax.jit(passes.backward)(again, kept, jnp.cos(out))
+    actual = jax.jit(passes.backward)(again, kept, jnp.cos(out))
 
     @jax.jit
     def expected(weights, x, slope):
@@ -74,11 +74,11 @@ def test_the_gradient_is_that_of_both_at_once(how, remat):
     # difference of terms as large as its neighbours. Each layer rounds, and the next enlarges it.
     np.testing.assert_allclose(out, expected_out, rtol=1e-5)
     np.testing.assert_allclose(aux, jnp.sum(0.5 * X), rtol=1e-6)
-    assert_trees_close_by_largest(found, gradients, rtol=2**-7, of_largest=2e-6)
+    assert_trees_close_by_largest(actual, gradients, rtol=2**-7, of_largest=2e-6)
 
 
 @pytest.mark.parametrize("how", RUNS)
-def test_what_is_made_of_weights_is_not_kept(how):
+def test_split_passes_keeps_no_weights(how):
     """Neither the weights nor their casts, each of which is larger than an activation."""
 
     def function(again, x, other):
@@ -93,7 +93,7 @@ def test_what_is_made_of_weights_is_not_kept(how):
     assert sum(x.size for x in kept) <= 3 * DEPTH * X.size + 2 * DEPTH * OTHER.size
 
 
-def test_what_is_a_residual_twice_is_kept_once():
+def test_split_passes_stores_a_residual_once():
     def function(again, x):
         y = jnp.sin(x)
         return (y * again[0], jnp.exp(y) * y), None

@@ -19,7 +19,7 @@ RULES = {"head": ("a", "b"), "d_ff": ("a",), "expert": ("c",), "whole": ()}
         ("", P()),
     ],
 )
-def test_each_axis_has_an_entry(axes, spec):
+def test_rules_cover_each_axis(axes, spec):
     assert partition_spec(axes, RULES) == spec
 
 

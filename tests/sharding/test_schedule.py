@@ -29,7 +29,7 @@ def works(schedule):
 
 
 def needs(schedule, name, micro_batch, chunk):
-    """What must be done before a chunk can run, and whether a message brings it."""
+    """Passes that must be done before a chunk can run, and true for those that a message brings."""
     last = schedule.stages * schedule.num_chunks - 1
     if name == "forward":
         return [(("forward", micro_batch, chunk - 1), 1)] if chunk else []
@@ -39,7 +39,7 @@ def needs(schedule, name, micro_batch, chunk):
 
 
 @pytest.mark.parametrize("schedule", full_but(GRID, *GRID[::5]), ids=str)
-def test_everything_runs_once_and_after_what_it_needs(schedule):
+def test_schedule_runs_each_pass_once_in_order(schedule):
     ticks = {}
     for tick, _, name, micro_batch, chunk in works(schedule):
         assert (name, micro_batch, chunk) not in ticks
@@ -55,7 +55,7 @@ def test_everything_runs_once_and_after_what_it_needs(schedule):
 
 
 @pytest.mark.parametrize("schedule", full_but(GRID, *GRID[::5]), ids=str)
-def test_a_stage_does_one_thing_at_a_time(schedule):
+def test_schedule_has_one_pass_per_stage_and_tick(schedule):
     done = [(tick, stage) for tick, stage, *_ in works(schedule)]
     assert len(set(done)) == len(done)
     assert min(tick for tick, _, name, *_ in works(schedule) if name == "backward") == (
@@ -64,7 +64,7 @@ def test_a_stage_does_one_thing_at_a_time(schedule):
 
 
 @pytest.mark.parametrize("schedule", full_but(GRID, *GRID[::5]), ids=str)
-def test_forward_alone_runs_everything_once(schedule):
+def test_forward_schedule_runs_each_pass_once(schedule):
     ticks = {}
     for tick, stage in itertools.product(range(schedule.forward_ticks), range(schedule.stages)):
         work = schedule.forward_only(tick, stage)
@@ -84,7 +84,7 @@ def test_forward_alone_runs_everything_once(schedule):
 
 @pytest.mark.parametrize("schedule", full_but(GRID, *GRID[::5]), ids=str)
 def test_messages_come_before_they_are_used_and_are_not_run_over(schedule):
-    """What each stage holds, by nothing but who sends to whom after which ticks."""
+    """Simulates the messages of each stage from senders, receivers and ticks alone."""
     held = [{"forward": None, "backward": None} for _ in range(schedule.stages)]
     by_tick = {(tick, stage): rest for tick, stage, *rest in works(schedule)}
     last = schedule.stages * schedule.num_chunks - 1
@@ -107,7 +107,7 @@ def test_messages_come_before_they_are_used_and_are_not_run_over(schedule):
 
 
 def simulated_time(schedule, forward, backward):
-    """When all stages are done that do their work in this order, each as soon as it can."""
+    """Time at which all stages have done their work in this order, each as soon as it can."""
     ended, free = {}, [0.0] * schedule.stages
     for _, stage, name, micro_batch, chunk in works(schedule):
         ready = [ended[before] for before, _ in needs(schedule, name, micro_batch, chunk)]
@@ -117,7 +117,7 @@ def simulated_time(schedule, forward, backward):
 
 
 @pytest.mark.parametrize("schedule", full_but(GRID, *GRID[::5]), ids=str)
-def test_the_bubble_is_the_formulas(schedule):
+def test_schedule_bubble_is_the_formula(schedule):
     busy = schedule.num_micro_batches * schedule.num_chunks * 3.0
     # Stages may make up for gaps, and for nothing else.
     free_running = simulated_time(schedule, 1.0, 2.0) / busy - 1
@@ -130,7 +130,7 @@ def test_the_bubble_is_the_formulas(schedule):
 
 @pytest.mark.parametrize("schedule", full_but(GRID, *GRID[::5]), ids=str)
 def test_messages_that_both_sides_wait_for_cost_nothing(schedule):
-    """Where who receives must be there before who sends goes on, and the other way round."""
+    """A receiver and a sender wait for each other."""
     done = {(tick, stage): name for tick, stage, name, *_ in works(schedule)}
     clock = [0.0] * schedule.stages
     for tick in range(schedule.ticks):
@@ -149,7 +149,7 @@ def test_messages_that_both_sides_wait_for_cost_nothing(schedule):
 
 @pytest.mark.parametrize("chunks", [None, [0]])
 @pytest.mark.parametrize("schedule", full_but(GRID, *GRID[::5]), ids=str)
-def test_what_is_kept_has_a_place_until_it_is_read(schedule, chunks):
+def test_schedule_slots_hold_inputs_until_read(schedule, chunks):
     slots = schedule.slots(chunks)
     places = [{} for _ in range(schedule.stages)]
     peak = 0
@@ -173,7 +173,7 @@ def test_what_is_kept_has_a_place_until_it_is_read(schedule, chunks):
     assert peak <= (schedule.stages if schedule.num_chunks == 1 else most)
 
 
-def test_more_micro_batches_keep_no_more():
+def test_schedule_slots_do_not_grow_with_micro_batches():
     """Megatron's numbers: p chunks, and of several per stage p v + p - 1."""
 
     def most(*sizes):

@@ -64,14 +64,14 @@ def jitted_by_jax(path):
 
 
 def test_programs_with_collectives_have_options():
-    found = {}
+    result = {}
     for package in ("jrl", "moe", "sharding"):
         for path in (ROOT / package).rglob("*.py"):
             name = str(path.relative_to(ROOT))
             if not name.startswith(("jrl/losses", "jrl/faults")) and (names := jitted_by_jax(path)):
-                found[name] = names
-    assert set(found) == set(WITHOUT_COLLECTIVES)
-    for name, names in found.items():
+                result[name] = names
+    assert set(result) == set(WITHOUT_COLLECTIVES)
+    for name, names in result.items():
         assert names <= WITHOUT_COLLECTIVES[name], name
 
 
@@ -100,12 +100,12 @@ def test_ragged_dispatch_does_not_overlap_on_gpus(dispatch, overlaps):
 
 
 @pytest.mark.parametrize("program", [advance, admit_prefilled, attention_half, experts_half])
-def test_other_programs_have_what_is_required(program):
+def test_programs_without_overlap_have_required_options(program):
     mesh = fold_abstract(Layout.parse("dp2 / ep2"), "gpu")
     assert program.jit_for(mesh) is program.jit_with(REQUIRED["gpu"])
 
 
-def test_arrays_and_shardings_tell_the_devices(monkeypatch):
+def test_jit_options_follow_arrays_and_shardings(monkeypatch):
     monkeypatch.setitem(REQUIRED, "cpu", {"xla_of_nobody": True})
     unknown = pytest.raises(jax.errors.JaxRuntimeError, match=r"No such compile option.*of_nobody")
     one, two = (NamedSharding(mesh_of(name).mesh, PartitionSpec()) for name in ("dp1", "dp2"))

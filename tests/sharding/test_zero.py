@@ -1,4 +1,4 @@
-"""Which dimension of a weight its optimizer state is cut along, and over which devices."""
+"""Dimension of a weight along which its optimizer state is cut, and the devices of the parts."""
 
 import math
 import re
@@ -45,7 +45,7 @@ def sizes(layout, spec, shape):
         ("dp1", (None, None), (16, 16), (0, 1)),
     ],
 )
-def test_the_cut(layout, spec, shape, expected):
+def test_shard_dim_of_shapes(layout, spec, shape, expected):
     assert sizes(layout, spec, shape) == expected
 
 
@@ -122,15 +122,15 @@ def test_a_stage_inside_and_a_stage_across(layout, spec, inside, across):
         return zero.unshard(vary(shard, mesh.axes), dim)
 
     step = jax.shard_map(local, mesh=mesh.mesh, in_specs=place, out_specs=P(mesh.axes))
-    found = list(collectives(jax.make_jaxpr(step)(jnp.zeros(shape)).jaxpr))
+    actual = list(collectives(jax.make_jaxpr(step)(jnp.zeros(shape)).jaxpr))
     free = set(zero.replica_axes(place, mesh))
     stages = [
         {atom for axis in stage for atom in getattr(mesh, axis) if mesh.size((atom,)) > 1} & free
         for stage in (inside, across)
     ]
     stages = [stage for stage in stages if stage]
-    scatters = [set(axes) for name, axes, _ in found if name == "reduce_scatter"]
-    gathers = [set(axes) for name, axes, _ in found if name == "all_gather"]
+    scatters = [set(axes) for name, axes, _ in actual if name == "reduce_scatter"]
+    gathers = [set(axes) for name, axes, _ in actual if name == "all_gather"]
     assert scatters == stages and gathers == stages[::-1]
     # Of what a device holds, n - 1 of n parts inside and of the rest as much across.
     held = mesh.size(mesh.axes) // mesh.size(zero.replica_axes(place, mesh))
@@ -139,7 +139,7 @@ def test_a_stage_inside_and_a_stage_across(layout, spec, inside, across):
         part = left // mesh.size(tuple(stage))
         expected.append(left - part)
         left = part
-    assert [sent for *_, sent in found] == expected + expected[::-1]
+    assert [sent for *_, sent in actual] == expected + expected[::-1]
 
 
 def sums_sent(jaxpr):
@@ -180,18 +180,18 @@ def test_gradients_are_compressed_across_and_not_inside(layout, spec, stages, of
         return jax.vjp(lambda own: zero.unshard(own, dim), own)[1](gradient)[0]
 
     step = jax.shard_map(local, mesh=mesh.mesh, in_specs=place, out_specs=P(mesh.axes))
-    found = list(sums_sent(jax.make_jaxpr(step)(jnp.zeros(shape)).jaxpr))
+    actual = list(sums_sent(jax.make_jaxpr(step)(jnp.zeros(shape)).jaxpr))
     free = set(zero.replica_axes(place, mesh))
     free -= {atom for atom in free if mesh.size((atom,)) == 1}
     expected = {
         "inside": ("reduce_scatter", free & set(mesh.sequence), "float32"),
         "across": ("all_to_all", free - set(mesh.sequence), "bfloat16"),
     }
-    assert found == [expected[stage] for stage in stages]
+    assert actual == [expected[stage] for stage in stages]
 
 
 @pytest.mark.parametrize("layout", ["dp8", "dp2 cp2 tp2 / ep4"])
-def test_compressed_gradients_are_off_by_what_crosses_groups(layout):
+def test_compressed_gradients_error_is_across_groups(layout):
     """The bound is of the float32 sums of groups, and the default is a reduce-scatter's bits."""
     mesh, shape = fold(Layout.parse(layout), jax.devices()[:8]), (16, 3)
     own = np.random.default_rng(5).normal(size=(8, *shape)).astype(np.float32)
@@ -237,9 +237,9 @@ def test_joined_parts_are_the_whole_and_their_gradients_are_summed():
     parts = zero.shard_spec(spec, shape, mesh, first=1)
     # Each device weighs its columns by numbers of its own.
     others = tuple(atom for atom in mesh.axes if atom not in mesh.tp)
-    given = P(others, None, None, mesh.tp)
+    inputs = P(others, None, None, mesh.tp)
     loss, gradient = jax.jit(
-        jax.shard_map(local, mesh=mesh.mesh, in_specs=(parts, given), out_specs=(P(), parts))
+        jax.shard_map(local, mesh=mesh.mesh, in_specs=(parts, inputs), out_specs=(P(), parts))
     )(weight, factors)
     np.testing.assert_allclose(loss, np.sum(weight * factors.sum(axis=0)), rtol=1e-5)
     # Four float32 numbers in another order.
@@ -256,23 +256,23 @@ def test_gradients_of_shards_in_bfloat16_are_summed_in_float32(wire):
 
     def local(shard, factor):
         def loss(shard):
-            whole = zero.unshard(shard, dim)
-            assert whole.shape == (16,) and whole.dtype == jnp.bfloat16
-            return jnp.sum(whole * factor[0])
+            full = zero.unshard(shard, dim)
+            assert full.shape == (16,) and full.dtype == jnp.bfloat16
+            return jnp.sum(full * factor[0])
 
         return jax.grad(loss)(vary(shard, mesh.dp))
 
-    given = zero.shard_spec(P(), (16,), mesh)
+    inputs = zero.shard_spec(P(), (16,), mesh)
     factors = np.full((8, 16), 2.0**-9).astype(jnp.bfloat16)
     factors[3] = 1
     weight = np.ones(16, jnp.bfloat16)
     replicated = P((*mesh.dp,))
     program = jax.jit(
-        jax.shard_map(local, mesh=mesh.mesh, in_specs=(given, replicated), out_specs=given)
+        jax.shard_map(local, mesh=mesh.mesh, in_specs=(inputs, replicated), out_specs=inputs)
     )
-    found = program(weight, factors)
-    assert found.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(found.astype(jnp.float32), 1 + 2.0**-6)
+    result = program(weight, factors)
+    assert result.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(result.astype(jnp.float32), 1 + 2.0**-6)
     text = program.lower(weight, factors).as_text()
     sent = {
         "float32": r"stablehlo.reduce_scatter.*?\(tensor<16xf32>\) -> tensor<2xf32>",

@@ -31,7 +31,7 @@ DEVICES = 4
 
 
 def said(function) -> str:
-    """What the function raises."""
+    """Message of the exception that the function raises."""
     try:
         function()
     except ValueError as error:
@@ -49,15 +49,15 @@ def main(port: int, number: int, file: str) -> None:
     start_jax(DEVICES, Processes(f"localhost:{port}", num_processes=2, process_id=number))
     connect(fold(Layout.parse("tp2 dp2 / ep4")))
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("x",))
-    spread, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["x"], []))
+    spread, full = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["x"], []))
     rows = np.arange(12, dtype=np.float32).reshape(4, 3) / 7
     tree = {
         "spread": to_devices(rows, spread),
-        "whole": to_devices(rows[:2] + 1, whole),
+        "whole": to_devices(rows[:2] + 1, full),
         "own": jax.numpy.full((2,), number),
         "host": np.full((1,), number),
     }
-    found = to_host(tree)
+    result = to_host(tree)
     second = fold(Layout.parse("dp2"), jax.devices()[2:])
     theirs = {"rows": -rows * (rows > 1), "flags": rows > 1}
     place = NamedSharding(second.mesh, PartitionSpec(second.dp))
@@ -65,13 +65,13 @@ def main(port: int, number: int, file: str) -> None:
     results = {
         "first": is_main_process(),
         "held": sum(shard.data.size for shard in tree["spread"].addressable_shards),
-        "spread": bool(np.array_equal(found["spread"], rows)),
-        "whole": bool(np.array_equal(found["whole"], rows[:2] + 1)),
+        "spread": bool(np.array_equal(result["spread"], rows)),
+        "whole": bool(np.array_equal(result["whole"], rows[:2] + 1)),
         "of the second": {
             name: theirs[name].tobytes() == received[name].tobytes() for name in theirs
         },
-        "own": found["own"].tolist() + found["host"].tolist(),
-        "numpy": all(isinstance(leaf, np.ndarray) for leaf in found.values()),
+        "own": result["own"].tolist() + result["host"].tolist(),
+        "numpy": all(isinstance(leaf, np.ndarray) for leaf in result.values()),
         "from first": broadcast_from_main({"number": number, "text": "é" * (3 + 50 * number)}),
         "gathered": gather(["x"] * 20 * number),
         "any": [any_of(False), any_of(number == 1), any_of(number == 0), any_of(True)],

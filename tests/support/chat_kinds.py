@@ -121,11 +121,11 @@ def pipeline(kind: str) -> tokenizers.Tokenizer:
 
 def _merges(words: list[str]) -> list[tuple[str, str]]:
     """Each word grows letter by letter."""
-    found: dict[tuple[str, str], None] = {}
+    result: dict[tuple[str, str], None] = {}
     for word in words:
         for size in range(1, len(word)):
-            found[word[:size], word[size]] = None
-    return list(found)
+            result[word[:size], word[size]] = None
+    return list(result)
 
 
 def _bpe(letters: list[str], words: list[str], **options: Any) -> models.BPE:

@@ -95,7 +95,7 @@ class Chromium:
         return answer["result"].get("value")
 
     def screenshot(self, path: Path, *, whole: bool = False) -> Path:
-        """What the page looks like, as a PNG."""
+        """Screenshot of the page as a PNG."""
         picture = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(picture["data"]))
         return path
@@ -116,14 +116,14 @@ class Chromium:
             self._buffer += part
         line, self._buffer = self._buffer.split(b"\0", 1)
         message = json.loads(line)
-        method, given = message.get("method", ""), message.get("params", {})
+        method, inputs = message.get("method", ""), message.get("params", {})
         self._seen.add(method)
         if method == "Runtime.exceptionThrown":
-            self.complaints.append(str(given["exceptionDetails"]))
-        elif method == "Runtime.consoleAPICalled" and given["type"] in ("error", "warning"):
-            self.complaints.append(str(given["args"]))
-        elif method == "Log.entryAdded" and given["entry"]["level"] in ("error", "warning"):
-            self.complaints.append(given["entry"]["text"])
+            self.complaints.append(str(inputs["exceptionDetails"]))
+        elif method == "Runtime.consoleAPICalled" and inputs["type"] in ("error", "warning"):
+            self.complaints.append(str(inputs["args"]))
+        elif method == "Log.entryAdded" and inputs["entry"]["level"] in ("error", "warning"):
+            self.complaints.append(inputs["entry"]["text"])
         elif method == "Network.requestWillBeSent":
-            self.requests.append(given["request"]["url"])
+            self.requests.append(inputs["request"]["url"])
         return message

@@ -1,5 +1,5 @@
-"""How programs that run once or twice are compiled: what the compiler's passes would win is less
-than they cost."""
+"""Compilation of programs that run once or twice: the compiler's passes cost more than they
+save."""
 
 import functools
 import gc

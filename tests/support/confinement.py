@@ -19,12 +19,12 @@ needs_bubblewrap = pytest.mark.skipif(
 
 def processes_with(word: str) -> list[int]:
     """Numbers of the processes that have the word in their command line."""
-    found = []
+    result = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             if word in path.read_bytes().decode("utf-8", "replace"):
-                found.append(int(path.parent.name))
-    return found
+                result.append(int(path.parent.name))
+    return result
 
 
 def wait_until(holds, what: str) -> None:

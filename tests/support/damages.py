@@ -1,4 +1,4 @@
-"""What can happen to one file, or to a folder, while nobody looks."""
+"""Damage to a file or a folder, for example a flipped bit or a truncated file."""
 
 import shutil
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What Prometheus exporters of five hosts say, one of them slow where asked for."""
+"""Answers of Prometheus exporters of five hosts; one host can be slow."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ METRICS = {
 
 
 def sample(name, host, at, slow=None, since=0.0):
-    """What an exporter gives at a Unix time: levels with noise, counters as they have counted."""
+    """Values of an exporter at a Unix time: levels with noise, counters that increase."""
     level = METRICS[name][0]
     if name.endswith("_total"):
         return level * (at % 100_000)

@@ -1,5 +1,5 @@
-"""What a user does with a checkpoint, from its files to files again: all weights learn from chats,
-reinforcement of adapters beside them with a reward in Python, evaluation, export."""
+"""The chain of a user with a checkpoint, from its files to files again: all weights learn from
+chats, reinforcement of adapters beside them with a reward in Python, evaluation, export."""
 
 import json
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ Said = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class Written:
-    """What a policy says to the question.
+    """Completion of the question by a policy.
 
     Attributes:
       exported: the policy as a checkpoint.
@@ -89,7 +89,7 @@ def _sizes(run: str) -> list[str]:
 
 
 def _reinforced() -> tuple[Said, Said]:
-    """What the policy says before it, and after."""
+    """Completions of the policy before reinforcement and after it."""
     asked = ["--task=jsonl:asked.jsonl", "--held-out=questions.jsonl", "--reward=litres.py:reward"]
     asked += ["--prompts=2", "--group-size=2", "--mini-batch=4", "--steps=3"]
     asked += ["--learning-rate=3e-2", "--entropy-coef=0.01", "--verifiers=1"]
@@ -109,19 +109,19 @@ def _said(found: list[tuple[str, Trajectory]]) -> Said:
 
 @contextmanager
 def _likeliest() -> Iterator[list[tuple[str, Trajectory]]]:
-    """What is sampled greedily meanwhile, with its prompts."""
-    found: list[tuple[str, Trajectory]] = []
+    """Greedy completions with their prompts."""
+    result: list[tuple[str, Trajectory]] = []
     decode = Sampler.decode
 
     def spied(self: Sampler, requests, examples, sampling, **options):
         drawn = decode(self, requests, examples, sampling, **options)
         if sampling.greedy:
             for completions, _ in drawn._pending:
-                found.extend((each.example.prompt, each.trajectory) for each in completions)
+                result.extend((each.example.prompt, each.trajectory) for each in completions)
         return drawn
 
     with patch.object(Sampler, "decode", spied):
-        yield found
+        yield result
 
 
 def _done(status: int) -> None:

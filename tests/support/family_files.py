@@ -35,7 +35,7 @@ THINKING = ("<think>", "</think>")
 
 @dataclass(frozen=True)
 class Family:
-    """What the checkpoints of a family have.
+    """Contents of a family's checkpoints.
 
     Attributes:
       template: its file.
@@ -190,13 +190,13 @@ def _network(name: str, folder: Path) -> Any:
     options = json.loads((NETWORKS / name / "config.json").read_text())
     layers = 2 if name in TWO_KINDS else 1
     if layers == 1:
-        alone = {
+        single = {
             "first_k_dense_replace": 0,
             "mlp_only_layers": [],
             "layer_types": ["full_attention"],
             "use_sliding_window": False,
         }
-        options |= {option: value for option, value in alone.items() if option in options}
+        options |= {option: value for option, value in single.items() if option in options}
     for option in ("layer_types", "no_rope_layers"):
         if option in options:
             options[option] = options[option][:layers]
@@ -246,9 +246,9 @@ def _of_pieces(family: Family) -> tokenizers.Tokenizer:
     trainer: Any = BpeTrainer(vocab_size=len(letters) + MERGES, show_progress=False)
     learned.train_from_iterator(TEXTS, trainer)
     content = json.loads(learned.to_str())["model"]
-    found = sorted(content["vocab"], key=content["vocab"].__getitem__)
+    result = sorted(content["vocab"], key=content["vocab"].__getitem__)
     first = ["<unk>", family.begin, family.end, *(f"<0x{byte:02X}>" for byte in range(256))]
-    vocab = {token: n for n, token in enumerate([*first, *found])}
+    vocab = {token: n for n, token in enumerate([*first, *result])}
     merges = [tuple(pair) for pair in content["merges"]]
     made = tokenizers.Tokenizer(
         models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
@@ -267,9 +267,9 @@ def _known(made: tokenizers.Tokenizer, token: str) -> bool:
 
 
 def _id(made: tokenizers.Tokenizer, token: str) -> int:
-    found = made.token_to_id(token)
-    assert found is not None
-    return found
+    result = made.token_to_id(token)
+    assert result is not None
+    return result
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -33,8 +33,8 @@ def completions(
             special = False  # the template has them
         ids = tokenizer(text, add_special_tokens=special, return_tensors="pt")
         ids = {name: ids[name] for name in ("input_ids", "attention_mask")}
-        found = model.generate(**ids, max_new_tokens=new_tokens, do_sample=False)[0]
-        new = found[ids["input_ids"].shape[1] :]
+        result = model.generate(**ids, max_new_tokens=new_tokens, do_sample=False)[0]
+        new = result[ids["input_ids"].shape[1] :]
         texts.append(tokenizer.decode(new, skip_special_tokens=True))
     return texts
 

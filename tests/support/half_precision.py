@@ -1,4 +1,4 @@
-"""How far a gradient in half precision may be from another one."""
+"""Largest difference between two gradients in half precision."""
 
 import jax
 import numpy as np

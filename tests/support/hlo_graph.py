@@ -1,4 +1,4 @@
-"""What comes before what in a compiled program, read off its text."""
+"""Order of operations in a compiled program, read from its text."""
 
 import re
 from dataclasses import dataclass, field
@@ -69,10 +69,10 @@ class Graph:
                 is_entry = head[1] is not None
                 own = graph.computations.setdefault(head[2], [])
                 continue
-            found = INSTRUCTION.match(line)
-            if found is None:
+            result = INSTRUCTION.match(line)
+            if result is None:
                 continue
-            instruction = _instruction(*found.groups())
+            instruction = _instruction(*result.groups())
             own.append(instruction)
             if is_entry:
                 graph.entry[instruction.name] = instruction
@@ -81,13 +81,13 @@ class Graph:
 
     def before(self, name: str) -> set[str]:
         """All instructions of the entry that have to be done before this one begins."""
-        found, left = set(), [name]
+        result, left = set(), [name]
         while left:
             for earlier in self.entry[left.pop()].before:
-                if earlier not in found:
-                    found.add(earlier)
+                if earlier not in result:
+                    result.add(earlier)
                     left.append(earlier)
-        return found
+        return result
 
     def unordered(self, a: Instruction, b: Instruction) -> bool:
         """Neither waits for the other."""

@@ -216,6 +216,7 @@ def on_one_device(config, replayed=False):
 
 
 def without_execution(config):
-    """What the network computes, by whatever means; many layers are compiled as one."""
+    """The network's configuration without its execution settings; many layers are compiled as
+    one."""
     scans = config.num_layers > 2
     return replace(config, execution=Execution(scan_layers=scans))

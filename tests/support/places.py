@@ -1,4 +1,4 @@
-"""Where the tests' own programs lie, and the checkout that they try."""
+"""Paths of the checkout and of the programs that tests start."""
 
 from pathlib import Path
 

@@ -67,8 +67,8 @@ def prompts() -> tuple[jax.Array, jax.Array]:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the prompts are completed with. What differs in `sampling`, `layout`, `stops`, `config`,
-    `slots`, `columns` or `records_choices` is decoded by other programs.
+    """Settings of completions. Other `sampling`, `layout`, `stops`, `config`, `slots`, `columns` or
+    `records_choices` are decoded by other programs.
 
     With this seed some rows end at once, some within `response`, and some would after it.
     """
@@ -98,7 +98,7 @@ class Asked:
         ]
 
     def decoder(self, mesh: FoldedMesh | None = None) -> Decoder:
-        """How it is decoded on a mesh, its own by default."""
+        """Decoder on a mesh, its own mesh by default."""
         return Decoder(self.config, mesh or self.mesh, PAD, self.stops, self.records_choices)
 
     def engine(self) -> Engine:
@@ -125,14 +125,14 @@ def answers(engine: Engine, requests: Sequence[Request], sampling: Sampling) -> 
 @functools.cache
 def decode(asked: Asked) -> Batch[np.ndarray]:
     """The completions of a prompt in a row, as a batch."""
-    given = answers(asked.engine(), asked.requests, asked.sampling)
-    everything = np.ones(len(given), bool)
-    batch = batch_of(given, everything, asked.mesh, PROMPT, asked.response)
+    inputs = answers(asked.engine(), asked.requests, asked.sampling)
+    everything = np.ones(len(inputs), bool)
+    batch = batch_of(inputs, everything, asked.mesh, PROMPT, asked.response)
     return jax.tree.map(np.asarray, batch)
 
 
 def scores(decoder: Asked, weights, tokens, valid) -> Scores:
-    """What scoring says, inside the `jax.shard_map`."""
+    """Scores of completions, inside the `jax.shard_map`."""
     layout = PromptLayout(PROMPT, COPIES)
     scorer = Scorer(decoder.config, decoder.mesh, layout, sampling=decoder.sampling)
     return scorer.score(weights, tokens, valid)

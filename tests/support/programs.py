@@ -70,15 +70,15 @@ def most_bytes(jaxpr, within=False):
         written in its place.
     """
     last = {v: n for n, e in enumerate(jaxpr.eqns) for v in e.invars if isinstance(v, Var)}
-    given = {v for v in jaxpr.outvars if isinstance(v, Var)}
+    inputs = {v for v in jaxpr.outvars if isinstance(v, Var)}
     live, most = {}, 0
     for number, equation in enumerate(jaxpr.eqns):
         for out in equation.outvars:
-            live[out] = 0 if within and out in given else out.aval.size * out.aval.dtype.itemsize
+            live[out] = 0 if within and out in inputs else out.aval.size * out.aval.dtype.itemsize
         bodies = [most_bytes(inner, within=True) for inner in jaxprs_in_params(equation.params)]
         most = max(most, sum(live.values()) + max(bodies, default=0))
         for done in {*equation.outvars, *(v for v in equation.invars if isinstance(v, Var))}:
-            if done not in given and last.get(done, number) <= number:
+            if done not in inputs and last.get(done, number) <= number:
                 live.pop(done, None)
     return most
 

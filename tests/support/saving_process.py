@@ -28,7 +28,7 @@ DEVICES, ROWS = 4, 4096
 
 
 def said(function) -> str:
-    """What the function raises."""
+    """Message of the exception that the function raises."""
     try:
         function()
     except (StorageError, ProcessFailed) as error:
@@ -39,15 +39,15 @@ def said(function) -> str:
 def main(port: int, number: int, folder: Path, address: str) -> None:
     start_jax(DEVICES, Processes(f"localhost:{port}", num_processes=2, process_id=number))
     mesh = jax.make_mesh((DEVICES,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    spread, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["x"], []))
+    spread, full = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["x"], []))
     rows = np.random.default_rng(0).normal(size=(ROWS, 64)).astype(np.float32)
-    state = {"rows": to_devices(rows, spread), "sum": to_devices(rows[:8], whole)}
+    state = {"rows": to_devices(rows, spread), "sum": to_devices(rows[:8], full)}
 
     def next_state(state):
         rows = state["rows"] + 1
         return {"rows": rows, "sum": state["sum"] + rows.sum()}  # a sum over both processes
 
-    update = jax.jit(next_state, donate_argnums=0, out_shardings={"rows": spread, "sum": whole})
+    update = jax.jit(next_state, donate_argnums=0, out_shardings={"rows": spread, "sum": full})
     expected, checkpoints = {}, Checkpoints(folder / "checkpoints", keep=2)
     for step in range(1, 4):
         expected[step] = to_host(state)
@@ -57,7 +57,7 @@ def main(port: int, number: int, folder: Path, address: str) -> None:
         jax.block_until_ready(state)
     checkpoints.wait()
     like = {"rows": jax.ShapeDtypeStruct((ROWS, 64), jnp.float32, sharding=spread)}
-    like["sum"] = jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=whole)
+    like["sum"] = jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=full)
     results: dict = {"steps": checkpoints.steps()}
     for step in results["steps"]:
         back, meta = checkpoints.restore(step, like)

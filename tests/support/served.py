@@ -78,18 +78,18 @@ def serving(place: str, log: Path, *flags: str, files: int | None = None) -> Ite
     limit of open files, if given."""
     limited = "" if files is None else LIMITED.format(files)
     command = [sys.executable, "-c", limited + PROGRAM, place, "--port=0", "--devices=1", *flags]
-    found = [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
-    given = {**os.environ, "XLA_FLAGS": " ".join(FLAGS), "PYTHONPATH": os.pathsep.join(found)}
+    result = [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
+    inputs = {**os.environ, "XLA_FLAGS": " ".join(FLAGS), "PYTHONPATH": os.pathsep.join(result)}
     with log.open("w") as errors:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=given, stdout=subprocess.PIPE, stderr=errors, text=True
+            command, cwd=ROOT, env=inputs, stdout=subprocess.PIPE, stderr=errors, text=True
         )
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        found = re.search(r"on (http://\S+)/v1", line)
-        assert found, line + log.read_text()
-        yield Server(process, found[1], log)
+        result = re.search(r"on (http://\S+)/v1", line)
+        assert result, line + log.read_text()
+        yield Server(process, result[1], log)
     finally:
         process.kill()
         process.wait()

@@ -1,4 +1,4 @@
-"""What Pallas' simulator of Mosaic GPU kernels can run."""
+"""Support of Pallas' simulator for Mosaic GPU kernels."""
 
 import jax
 import pytest

@@ -58,9 +58,9 @@ class LateHost(LocalHost):
 
     def say(self, number, example, said):
         self.calls += 1
-        future, found = Future(), super().say(number, example, said).result()
+        future, result = Future(), super().say(number, example, said).result()
         delay = 0.002 * (7 - self.calls % 7)
-        Timer(delay, future.set_result, [found]).start()
+        Timer(delay, future.set_result, [result]).start()
         return future
 
 

@@ -1,4 +1,4 @@
-"""Which cases of a test run in the full tier alone (CONTRIBUTING.md says what the tiers are)."""
+"""Marks of cases that run in the full tier alone (CONTRIBUTING.md describes the tiers)."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What traced programs give to collectives, and what the planner states of it, alike."""
+"""Volumes of collectives: those of traced programs beside the planner's, in one form."""
 
 import functools
 from collections import Counter
@@ -149,7 +149,7 @@ def sent(config, layout):
     """Bytes that a device gives to collectives, of sums those of the routers where no
     pipeline has others of their shape: {(kind, mesh axes): bytes}."""
     sizes = Layout.parse(layout)
-    mesh, found = fold_abstract(sizes), Counter()
+    mesh, result = fold_abstract(sizes), Counter()
     # Sums of a sequence and an expert; others are of a layer and an expert.
     streams = method_of(config).streams(batch_of(config, sizes))
     of_routers = [(rows.micro_rows, config.num_experts) for rows in streams]
@@ -157,25 +157,25 @@ def sent(config, layout):
         over = observed_group(one, mesh)
         is_load = sizes.pp == 1 and one.shape in of_routers
         if over and (one.kind != "all_reduce" or is_load):
-            found[one.kind, over] += one.bytes
-    return found
+            result[one.kind, over] += one.bytes
+    return result
 
 
 def given_to_collectives(program, mesh):
     """Bytes that a device gives to all collectives of a traced program, as `sent`."""
-    found = Counter()
+    result = Counter()
     for one in jaxpr_collectives(program.jaxpr):
         over = observed_group(one, mesh)
         if over:
-            found[one.kind, over] += one.bytes
-    return found
+            result[one.kind, over] += one.bytes
+    return result
 
 
 def stated(transfers, layout):
     mesh = fold_abstract(layout)
-    found = Counter()
+    result = Counter()
     for transfer in transfers:
         if transfer.kind == "all_reduce" and (layout.pp > 1 or "load" not in transfer.what):
             continue
-        found[transfer.kind, stated_group(transfer, mesh)] += transfer.bytes
-    return found
+        result[transfer.kind, stated_group(transfer, mesh)] += transfer.bytes
+    return result

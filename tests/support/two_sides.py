@@ -96,8 +96,8 @@ def one_side(
     Args:
       sampled: whether tokens are drawn or the likeliest (`noise`); None has those of the batch.
     """
-    given = np.full((), sampled is None), noise(bool(sampled))
-    ran = _one_side(config)(host_weights(config), *batch(), *given)
+    inputs = np.full((), sampled is None), noise(bool(sampled))
+    ran = _one_side(config)(host_weights(config), *batch(), *inputs)
     return jax.tree.map(lambda x: np.asarray(x)[0], ran)
 
 
@@ -190,8 +190,8 @@ def two_sides(
         place = NamedSharding(mesh.mesh, P())
         return jax.make_array_from_callback((), place, lambda _: np.int32(number))
 
-    given = (tokens[:, :PROMPT], prompts)
-    ran = runner.prefill(weights, *(map(put, given) if attends else given))
+    inputs = (tokens[:, :PROMPT], prompts)
+    ran = runner.prefill(weights, *(map(put, inputs) if attends else inputs))
     cache = jax.jit(with_room)(ran.cache) if ran is not None else None
     ranks, each = mesh.layout.dp, ROWS // mesh.layout.dp // micro_batches
     numbers = np.arange(ROWS).reshape(ranks, micro_batches, each).swapaxes(0, 1)
@@ -221,13 +221,13 @@ def two_sides(
     k = config.experts_per_token
     choices = np.full((steps, ROWS, config.num_expert_layers, k), -1)
     for step, own, made in came:
-        for whole, array in zip((logits, choices), made, strict=True):
+        for full, array in zip((logits, choices), made, strict=True):
             for shard in () if array is None else array.addressable_shards:
-                whole[step, own[shard.index[0]]] = np.asarray(shard.data)
-    found = None
+                full[step, own[shard.index[0]]] = np.asarray(shard.data)
+    result = None
     if ran is not None and ran.choices is not None and ran.choices.is_fully_addressable:
-        found = np.asarray(ran.choices)
-    return logits, choices, found
+        result = np.asarray(ran.choices)
+    return logits, choices, result
 
 
 def live() -> np.ndarray:

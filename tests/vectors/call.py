@@ -1,4 +1,4 @@
-"""How the rules for arrays (masks, poison, padding, dtypes, vmap, ...) call an objective."""
+"""Calls of an objective by the rules for arrays (masks, poison, padding, dtypes, vmap, ...)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ Batch = Mapping[str, Any]
 
 
 class Kind(Enum):
-    """What a result is made of."""
+    """Axes of a result: tokens, responses, a number."""
 
     TOKEN = "one result per token, of which each row depends on that row alone"
     BATCH = "results that depend on the whole batch, those of tokens among them"

@@ -68,7 +68,7 @@ class Objective:
         return FOLDER / f"{self.function}.json"
 
     def results(self, inputs: Inputs, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """What the oracle makes of a case, as JSON values."""
+        """Results of the oracle for a case, as JSON values."""
         return plain(self.oracle(**inputs, **parameters))
 
     def document(self) -> dict[str, Any]:

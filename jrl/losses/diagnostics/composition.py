@@ -42,7 +42,7 @@ class NegativeShare(NamedTuple):
       responses: their share of the responses.
       tokens: their share of the tokens.
       length: their mean length in tokens, 0 if there are none.
-      other_length: that of the responses with a positive mean advantage.
+      other_length: mean length of the responses with a positive mean advantage.
       drift: mean advantage over all tokens. 0 after whitening over tokens; under "token-mean" any
         other drift raises or lowers the probability of all tokens of the batch.
     """
@@ -105,7 +105,7 @@ def negative_share(
     sampled. That raises entropy or collapses lengths, depending on which tokens are penalised.
 
     Args:
-      advantages: those of the policy loss.
+      advantages: advantages of the policy loss.
       mask: true on sampled tokens.
 
     Returns:

@@ -91,7 +91,7 @@ def within_between_variance(
     rows, means = jnp.any(mask, axis=-1), row_mean(advantages, mask)[..., 0]
     within = tokens.mean(row_mean((advantages - means[..., None]) ** 2, mask)[..., 0], rows)
     between = tokens.mean((means - tokens.mean(means, rows)) ** 2, rows)
-    # Equal means differ by rounding errors, which are small relative to the means.
+    # Equal means differ by rounding errors, small relative to the means.
     rounding = 64 * jnp.finfo(between.dtype).eps
     flat = between <= rounding**2 * tokens.mean(means**2, rows)
     return VarianceSplit(within, between, ratio_or_zero(within, jnp.where(flat, 0, between)))
@@ -181,12 +181,12 @@ def outcome_contradiction(
 
     **Reading it.** 0: every advantage has the sign of its response, as without a critic. Some
     contradiction is the purpose of a critic: a wrong step in a right answer. About 1/2 means that
-    signs are independent of the outcome, which is justified only if `by_position` shows a good
+    signs are independent of the outcome: justified only if `by_position` shows a good
     critic.
 
     Args:
       rewards: one per token; R is their discounted sum over the response.
-      values: the critic's estimates; V_0 is that of the first token in the mask.
+      values: the critic's estimates; V_0 is the value of the first token in the mask.
       advantages: of the tokens, not centred by whitening, which changes signs.
       mask: true on sampled tokens.
       gamma: the discount per token.

@@ -37,7 +37,7 @@ class ByPosition(NamedTuple):
     """Errors of a critic per bin of relative position, from the first tokens to the last.
 
     Attributes:
-      explained_variance: ``1 - Var(G - V) / Var(G)`` of the tokens of the bin; 0 where the returns
+      explained_variance: ``1 - Var(G - V) / Var(G)`` of the tokens of the bin; 0 if the returns
         do not vary.
       bias: mean of ``V - G``.
       error: root of the mean of ``(V - G)^2``.
@@ -95,7 +95,7 @@ def by_position(
 
     Args:
       values: the critic's estimates.
-      returns: Monte-Carlo returns, that is, those of `gae` with ``lam=1``. With a smaller lam they
+      returns: Monte-Carlo returns, as of `gae` with ``lam=1``. With a smaller lam they
         contain the values under test.
       mask: true on sampled tokens.
       num_bins: bins per response; 10 are deciles.
@@ -283,7 +283,7 @@ def bootstrap_bias(
       [0.029508, 0.01612, 0.0068, 0.002, 0.0]
     """
     mask, (errors,) = masked_constants(mask, errors=errors)
-    # Advantages are linear in rewards and values: those of the errors alone are -e_t + B_t.
+    # Advantages are linear in rewards and values: the errors alone have advantages -e_t + B_t.
     return gae(jnp.zeros_like(errors), errors, mask, gamma=gamma, lam=lam)[1]
 
 
@@ -305,7 +305,7 @@ def bootstrap_bias_bound(
 
     Args:
       errors: of the critic, in units of reward, see `bootstrap_bias`.
-      advantages: those of the policy loss, in the same units (before whitening).
+      advantages: advantages of the policy loss, in the same units (before whitening).
       mask: true on sampled tokens.
       lam: of the advantages; a scalar or an array that broadcasts, as for `gae`.
       gamma: discount of the advantages.

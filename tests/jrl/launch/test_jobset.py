@@ -184,13 +184,13 @@ def test_the_run_folder_is_on_the_volume():
         ),
     ],
 )
-def test_what_cannot_be_is_refused(settings, message):
+def test_jobset_refuses_unsupported_input(settings, message):
     base = {"name": "jrl", "image": "image", "nodes": 1, "volume": ("claim", "/runs")}
     with pytest.raises(ValueError, match=message):
         JobSet(**{**base, **settings})
 
 
-def test_an_unknown_field_is_seen():
+def test_jobset_schema_rejects_unknown_fields():
     value = manifest(JobSet("jrl", "image", 1, ("claim", "/runs")), ARGUMENTS)
     value["spec"]["failurePolicy"]["maxRestart"] = 3
     with pytest.raises(AssertionError, match=r"JobSet\.spec\.failurePolicy"):

@@ -120,8 +120,8 @@ def test_two_workers_of_which_one_is_killed_make_the_run_of_one_process(tmp_path
     try:
         lines = tmp_path / "two" / "metrics.jsonl"
         wait_for(lambda: lines.exists() and len(lines.read_text().splitlines()) > 2, launched)
-        found = re.findall(r"pid=(\d+)\) world_rank=1", (tmp_path / "errors").read_text())
-        os.kill(int(found[-1]), signal.SIGKILL)
+        result = re.findall(r"pid=(\d+)\) world_rank=1", (tmp_path / "errors").read_text())
+        os.kill(int(result[-1]), signal.SIGKILL)
         output, _ = launched.communicate(timeout=400)
     finally:
         launched.terminate()
@@ -130,9 +130,9 @@ def test_two_workers_of_which_one_is_killed_make_the_run_of_one_process(tmp_path
     assert launched.returncode == 0, errors[-3000:]
     assert len(set(re.findall(r"pid=(\d+)\) world_rank=1", errors))) == 2, errors[-3000:]
     assert output.count("completed step: 4/4") == 1
-    alone = start(tmp_path, "-m", "jrl.train", *FLAGS, "--run-dir=one")
-    alone.communicate(timeout=400)
-    assert alone.returncode == 0
+    single = start(tmp_path, "-m", "jrl.train", *FLAGS, "--run-dir=one")
+    single.communicate(timeout=400)
+    assert single.returncode == 0
     assert metrics(tmp_path / "two") == metrics(tmp_path / "one")
     assert len(metrics(tmp_path / "two")) == 1 + SETTINGS["steps"]
 
@@ -195,7 +195,7 @@ def test_a_run_that_loses_a_node_continues_on_the_other(tmp_path):
 @needs_ray
 @pytest.mark.slow
 def test_wrong_input_is_not_repeated(tmp_path):
-    """What all workers reject is the command's end, and no failure to restart after."""
+    """Arguments that all workers reject end the command and are not retried."""
     launch = ["-m", "jrl.launch", "--ray", "--workers=2", "--", "--devices=2", "--layout=dp4"]
     launched = start(tmp_path, *launch, "--run-dir=two")
     try:

@@ -113,7 +113,7 @@ def test_a_drained_run_without_a_restart_ends(program, capfd, tmp_path, monkeypa
 
 
 @pytest.mark.slow
-def test_what_a_killed_launcher_started_ends_too(program, tmp_path):
+def test_killed_launcher_ends_its_processes(program, tmp_path):
     script = (
         "from pathlib import Path; from jrl.launch import ssh_hosts\n"
         "from jrl.launch.program import Program\n"
@@ -136,15 +136,15 @@ def test_what_a_killed_launcher_started_ends_too(program, tmp_path):
 
 
 def commands_with(words):
-    found = []
+    result = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
         if words in command and "launched_program" in command and " sh -c" not in f" {command}":
-            found.append(command)
-    return found
+            result.append(command)
+    return result
 
 
 SETTINGS = {

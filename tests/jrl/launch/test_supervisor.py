@@ -42,7 +42,7 @@ def test_a_node_that_is_taken_back_asks_for_one_checkpoint(ray):
     ("status", "all_have_it", "result"),
     [(0, False, 0), (2, True, 2), (2, False, None), (1, True, None)],
 )
-def test_a_worker_raises_what_a_restart_may_mend(
+def test_ray_worker_raises_errors_worth_a_restart(
     status, all_have_it, result, monkeypatch, tmp_path, ray
 ):
     monkeypatch.chdir(tmp_path)  # which is undone

@@ -14,7 +14,7 @@ DECIDING = ("fraction", "quantile")
 
 
 def is_known(name, value):
-    """Whether a setting is known while its program is compiled."""
+    """True if a setting is known while its program is compiled."""
     return isinstance(value, KNOWN) or (name in DECIDING and isinstance(value, float))
 
 
@@ -30,8 +30,8 @@ def compiled(function):
 
     def call(*arrays, **settings):
         known = {name: x for name, x in settings.items() if is_known(name, x)}
-        given = {name: x for name, x in settings.items() if name not in known}
-        return jax.device_get(program(function, **known)(*arrays, **given))
+        inputs = {name: x for name, x in settings.items() if name not in known}
+        return jax.device_get(program(function, **known)(*arrays, **inputs))
 
     return call
 
@@ -49,8 +49,8 @@ class Programs:
         self._module = module
 
     def __getattr__(self, name):
-        found = getattr(self._module, name)
-        return Programs(found) if inspect.ismodule(found) else compiled(found)
+        result = getattr(self._module, name)
+        return Programs(result) if inspect.ismodule(result) else compiled(result)
 
 
 jitted = Programs(jrl)

@@ -42,8 +42,8 @@ def call(name, rows=2, time=3, **changes):
     As a user has it, whose types nobody checks at run time.
     """
     with unchecked():
-        given = {**arguments(name, rows, time), **REQUIRED.get(name, {}), **changes}
-        return functions()[name](**given)
+        inputs = {**arguments(name, rows, time), **REQUIRED.get(name, {}), **changes}
+        return functions()[name](**inputs)
 
 
 def _array(name, parameter, rows, time):
@@ -55,8 +55,8 @@ def _array(name, parameter, rows, time):
     if parameter == "num_samples":
         return np.full(rows, 3)
     if parameter in PER_ROW or (parameter == "rewards" and name in OF_RESPONSES):
-        whole = draw.integers(0, 2, rows)
-        return whole if parameter in ("groups", "truncated") else whole.astype(np.float32)
+        full = draw.integers(0, 2, rows)
+        return full if parameter in ("groups", "truncated") else full.astype(np.float32)
     if parameter == "mask":
         return np.ones((rows, time), bool)
     if parameter in ("logits", "ref_logits"):

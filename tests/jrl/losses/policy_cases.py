@@ -69,8 +69,8 @@ def assert_a_cut_sums_to_the_whole(loss, seeds, *, by="logprobs", of_the_whole=l
     @jax.jit
     @jax.vmap
     def both(b):
-        given = counts | of_the_whole(b)
-        parts = [step({n: x[piece] for n, x in b.items()}, **given) for piece in PIECES]
+        inputs = counts | of_the_whole(b)
+        parts = [step({n: x[piece] for n, x in b.items()}, **inputs) for piece in PIECES]
         summed = jax.tree.map(lambda *xs: sum(xs), *(result for result, _ in parts))
         return (summed, jnp.concatenate([slope for _, slope in parts])), step(b)
 

@@ -63,18 +63,18 @@ def padded(b):
 def scenarios():
     """Batches of one shape and dtype by name, of each of which values and gradients are taken."""
     clean = batch(0)
-    found = {"zeros": under_mask(clean, 0.0)}
-    found |= {poison: under_mask(clean, value) for poison, value in POISONS.items()}
-    found["a NaN that counts"] = with_a_nan_that_counts(clean)
-    found["no token"] = batch(2, np.zeros((BATCH, TIME), bool))
-    found["one token per row"] = batch(3, np.eye(BATCH, TIME, dtype=bool))
-    found |= {f"seed {seed}": batch(seed) for seed in (4, 6, 7, 12, *SEEDS)}
+    result = {"zeros": under_mask(clean, 0.0)}
+    result |= {poison: under_mask(clean, value) for poison, value in POISONS.items()}
+    result["a NaN that counts"] = with_a_nan_that_counts(clean)
+    result["no token"] = batch(2, np.zeros((BATCH, TIME), bool))
+    result["one token per row"] = batch(3, np.eye(BATCH, TIME, dtype=bool))
+    result |= {f"seed {seed}": batch(seed) for seed in (4, 6, 7, 12, *SEEDS)}
     for seed in SEEDS:
         b, order = batch(seed), order_of_rows(seed)
-        found[f"seed {seed}, other order"] = {n: array[order] for n, array in b.items()}
-        found[f"seed {seed}, compressed"] = {n: compress(array, b) for n, array in b.items()}
-        assert not np.any(np.diff(found[f"seed {seed}, compressed"]["mask"].astype(int)) > 0)
-    return found
+        result[f"seed {seed}, other order"] = {n: array[order] for n, array in b.items()}
+        result[f"seed {seed}, compressed"] = {n: compress(array, b) for n, array in b.items()}
+        assert not np.any(np.diff(result[f"seed {seed}, compressed"]["mask"].astype(int)) > 0)
+    return result
 
 
 @functools.cache

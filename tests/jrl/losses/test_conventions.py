@@ -23,7 +23,7 @@ MASK = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
 
 
 @pytest.mark.parametrize("like", get_args(jrl.Library))
-def test_every_entry_is_a_keyword_of_its_function(like):
+def test_conventions_are_keywords_of_their_functions(like):
     for function, settings in jrl.conventions(like=like).items():
         parameters = dict(inspect.signature(getattr(jrl, function)).parameters)
         if "denominators" in parameters:
@@ -51,7 +51,7 @@ def value(text):
 
 
 def defaults(function):
-    """What a function takes if nothing is given, for the keywords that it hands on too."""
+    """Defaults of a function, with the keywords that it hands on."""
     parameters = dict(inspect.signature(getattr(jrl, function)).parameters)
     if "denominators" in parameters:
         parameters = {**inspect.signature(jrl.aggregate).parameters, **parameters}
@@ -116,30 +116,30 @@ def settings_of_the_page(like):
 
 
 @pytest.mark.parametrize("like", get_args(jrl.Library))
-def test_they_are_what_the_documentation_says(like):
+def test_conventions_equal_the_page(like):
     settings = jrl.conventions(like=like)
     page = settings_of_the_page(like)
     assert {function: settings[function] for function in page} == page
 
 
 @pytest.mark.parametrize("like", get_args(jrl.Library))
-def test_every_function_is_on_the_page_with_what_differs_from_ours(like):
+def test_conventions_page_lists_differences_from_defaults(like):
     header, *rows = table("function")
     column = header.index(f'`like="{like}"`')
     page = {row[0].strip("`"): row[column] for row in rows}
     settings = jrl.conventions(like=like)
     assert {function for function, cell in page.items() if cell != "-"} == set(settings)
-    for function, given in settings.items():
+    for function, inputs in settings.items():
         name, _, said = page[function].removeprefix("`").partition("`")
         assert name
         differs = dict(re.findall(r"`(\w+)=([^`]*)`", said))
         usual = defaults(function)
-        expected = {name: x for name, x in given.items() if x != usual[name]}
+        expected = {name: x for name, x in inputs.items() if x != usual[name]}
         assert {name: value(x) for name, x in differs.items()} == expected
 
 
 @pytest.mark.parametrize("like", get_args(jrl.Library))
-def test_what_a_library_has_not_is_said_in_one_line(like):
+def test_conventions_refuse_functions_without_counterpart(like):
     settings = jrl.conventions(like=like)
     name = {"verl": "verl 0.9", "trl": "TRL 1.16", "openrlhf": "OpenRLHF 0.11"}[like]
     message = rf"{name} has no counterpart of 'hapo_loss'.*choose one of .*ppo_loss"
@@ -148,7 +148,7 @@ def test_what_a_library_has_not_is_said_in_one_line(like):
     assert settings.get("hapo_loss") is None and "hapo_loss" not in settings
 
 
-def test_what_was_asked_for_by_name_is_there():
+def test_conventions_cover_functions_of_each_library():
     verl, trl, openrlhf = (jrl.conventions(like=like) for like in get_args(jrl.Library))
     assert {
         "gpg_advantages",
@@ -163,20 +163,20 @@ def test_what_was_asked_for_by_name_is_there():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("like", get_args(jrl.Library))
-def test_every_entry_is_taken(like):
+def test_conventions_are_accepted_by_their_functions(like):
     settings = jrl.conventions(like=like)
     if "clip_cov_loss" in settings:
         settings["clip_cov_loss"]["key"] = jax.random.key(0)
 
     @jax.jit
     def results():
-        return {function: values(call(function, **given)) for function, given in settings.items()}
+        return {function: values(call(function, **inputs)) for function, inputs in settings.items()}
 
     chex.assert_tree_all_finite(results())
 
 
 @pytest.mark.parametrize(("like", "epsilon"), [("verl", 1e-6), ("trl", 1e-4), ("openrlhf", 1e-9)])
-def test_the_standard_deviation_of_a_group(like, epsilon):
+def test_conventions_group_standard_deviation(like, epsilon):
     advantages = jitted.grpo_advantages(
         REWARDS, GROUPS, **jrl.conventions(like=like)["grpo_advantages"]
     )
@@ -186,7 +186,7 @@ def test_the_standard_deviation_of_a_group(like, epsilon):
     np.testing.assert_allclose(advantages[:5], expected, rtol=3e-7)
 
 
-def test_a_group_of_one():
+def test_conventions_group_of_one():
     rewards, groups = np.array([3.0, 1.0, 0.0]), np.array([4, 1, 1])
     verl, trl = (
         jitted.grpo_advantages(rewards, groups, **jrl.conventions(like=x)["grpo_advantages"])
@@ -196,7 +196,7 @@ def test_a_group_of_one():
     assert trl[0] == 0
 
 
-def test_whitening_by_the_population():
+def test_conventions_whitening_of_openrlhf():
     x = np.array([[1.0, 3.0, 8.0]])
     settings = jrl.conventions(like="openrlhf")["whiten"]
     expected = (x - 4) / np.sqrt(np.var([1.0, 3, 8]))
@@ -205,7 +205,7 @@ def test_whitening_by_the_population():
     assert jitted.whiten(x, np.array([[0, 1, 0]]), **settings)[0, 1] == 0
 
 
-def test_rows_without_tokens():
+def test_conventions_rows_without_tokens():
     mean = {"mode": "seq-mean-token-mean"}
     verl, trl = (
         jitted.aggregate(PER_TOKEN, MASK, **{**jrl.conventions(like=x)["aggregate"], **mean})
@@ -215,7 +215,7 @@ def test_rows_without_tokens():
     np.testing.assert_allclose(trl, (2.5 + 15) / 3)
 
 
-def test_clamps():
+def test_conventions_kl_clamps():
     far, near = np.array([-1.0]), np.array([-8.0])
     verl, trl = (
         jitted.kl_estimate(far, near, **{**jrl.conventions(like=x)["kl_estimate"], "kind": "k1"})
@@ -230,6 +230,6 @@ def test_clamps():
     np.testing.assert_allclose(k3["trl"], np.exp(7.0) - 8, rtol=1e-6)
 
 
-def test_the_dictionary_is_the_callers():
+def test_conventions_returns_a_new_dictionary():
     jrl.conventions(like="trl")["grpo_advantages"]["epsilon"] = 1.0
     assert jrl.conventions(like="trl")["grpo_advantages"]["epsilon"] == 1e-4

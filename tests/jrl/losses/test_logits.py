@@ -1,7 +1,6 @@
-"""What is computed from logits: chunks, derivatives of both orders, and the memory it takes."""
+"""Functions of logits: chunks, derivatives of both orders, memory."""
 
 import functools
-import inspect
 from typing import get_args
 
 import chex
@@ -10,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from batches import MASK, numpy_batch
 from compiled import compiled, jitted
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -32,13 +30,13 @@ def logits_of(seed: int) -> tuple[np.ndarray, np.ndarray]:
 def plain(logits, reference, tokens, names):
     """Some of the four by the log-softmax, with the derivatives that jax finds."""
     p, q = jax.nn.log_softmax(logits), jax.nn.log_softmax(reference)
-    found = {
+    result = {
         "entropy": -jnp.sum(jnp.exp(p) * p, axis=-1),
         "logprobs": jnp.take_along_axis(p, tokens[..., None], axis=-1)[..., 0],
         "policy||reference": jnp.sum(jnp.exp(p) * (p - q), axis=-1),
         "reference||policy": jnp.sum(jnp.exp(q) * (q - p), axis=-1),
     }
-    return {name: found[name] for name in names}
+    return {name: result[name] for name in names}
 
 
 NAMES = ("entropy", "logprobs", "policy||reference", "reference||policy")
@@ -72,22 +70,22 @@ def with_derivatives(call, chunk_size=None, masked=False):
 
     @jax.jit
     def everything(logits, reference, direction):
-        found = {}
+        result = {}
         for name in NAMES:
             slope = jax.grad(lambda z, name=name: jnp.sum(jnp.sin(one(name, z, reference))))
-            found[name] = (
+            result[name] = (
                 one(name, logits, reference),
                 jax.jvp(slope, (logits,), (direction,)),
                 jax.jvp(lambda z, name=name: one(name, z, reference), (logits,), (direction,)),
             )
-        return found
+        return result
 
     return everything
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", CHUNKS)
-def test_every_chunk_size_gives_what_the_log_softmax_gives_to_second_order(chunk_size):
+def test_logits_functions_equal_log_softmax_to_second_order(chunk_size):
     with jax.enable_x64(True):
         for seed in range(3):
             logits, reference = logits_of(seed)
@@ -102,7 +100,7 @@ def test_every_chunk_size_gives_what_the_log_softmax_gives_to_second_order(chunk
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", full_but([None, 3], 3))
-def test_a_mask_is_a_selection_of_rows(chunk_size):
+def test_logits_functions_mask_rows(chunk_size):
     with jax.enable_x64(True):
         logits, reference = logits_of(5)
         hidden = np.where(ROWS[..., None], logits, np.nan)
@@ -112,7 +110,7 @@ def test_a_mask_is_a_selection_of_rows(chunk_size):
             np.where(ROWS[..., None], reference, np.inf),
             np.where(ROWS[..., None], direction, np.nan),
         )
-        whole = with_derivatives(ours, chunk_size)(logits, reference, direction)
+        full = with_derivatives(ours, chunk_size)(logits, reference, direction)
         masked = with_derivatives(ours, chunk_size, masked=True)(*arrays)
 
         def check(actual, expected):
@@ -120,12 +118,12 @@ def test_a_mask_is_a_selection_of_rows(chunk_size):
             expected = np.where(rows, expected, 0)
             np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-12)
 
-        jax.tree.map(check, masked, whole)
+        jax.tree.map(check, masked, full)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_what_the_mask_hides_reaches_no_gradient_of_a_gradient(name):
+def test_logits_functions_masked_second_derivatives(name):
     def total(logits):
         return jnp.sum(jnp.sin(ours(logits, reference, TOKENS, ROWS, names=(name,))[name]))
 
@@ -139,7 +137,7 @@ def test_what_the_mask_hides_reaches_no_gradient_of_a_gradient(name):
 # `plain` has second derivatives too, which others are compared with.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_finite_differences(name):
+def test_logits_functions_finite_differences(name):
     with jax.enable_x64(True):
         logits, reference = logits_of(1)
         call = jax.jit(lambda z: ours(z, reference, TOKENS, chunk_size=3, names=(name,))[name])
@@ -148,7 +146,7 @@ def test_finite_differences(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("impossible", full_but([{3}, {0, 1, 2, 6}], {0, 1, 2, 6}))
-def test_impossible_tokens_are_as_if_they_were_not_there(impossible):
+def test_logits_functions_of_impossible_tokens(impossible):
     logits, reference = logits_of(6)
     possible = [v for v in range(VOCAB) if v not in impossible]
     logits[..., sorted(impossible)] = reference[..., sorted(impossible)] = -np.inf
@@ -158,32 +156,32 @@ def test_impossible_tokens_are_as_if_they_were_not_there(impossible):
         @functools.partial(jax.jit, static_argnums=3)
         def slopes(logits, reference, tokens, chunk_size):
             def total(z):
-                found = ours(z, reference, tokens, chunk_size=chunk_size)
-                return sum(jnp.sum(x) for x in found.values()), found
+                actual = ours(z, reference, tokens, chunk_size=chunk_size)
+                return sum(jnp.sum(x) for x in actual.values()), actual
 
             return jax.grad(total, has_aux=True)(logits)
 
         rest = (logits[..., possible], reference[..., possible], np.zeros_like(tokens))
         expected, values = slopes(*rest, None)
         for chunk_size in (None, 2):
-            found, same = slopes(logits, reference, tokens, chunk_size)
-            np.testing.assert_allclose(found[..., possible], expected, rtol=1e-9, atol=1e-11)
-            assert not np.any(found[..., sorted(impossible)])
+            actual, same = slopes(logits, reference, tokens, chunk_size)
+            np.testing.assert_allclose(actual[..., possible], expected, rtol=1e-9, atol=1e-11)
+            assert not np.any(actual[..., sorted(impossible)])
             chex.assert_trees_all_close(same, values, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [None, 1, 2])
-def test_tokens_that_only_one_policy_allows(chunk_size):
+def test_kl_from_logits_of_tokens_of_one_policy(chunk_size):
     both, one = np.float32([0, 1, 2]), np.float32([0, 1, -np.inf])
-    given = {"chunk_size": chunk_size}
+    inputs = {"chunk_size": chunk_size}
     finite = ((one, both, "policy||reference"), (both, one, "reference||policy"))
 
     @jax.jit
     def everything(one, both):
-        forward = functools.partial(jrl.kl_from_logits, **given)
+        forward = functools.partial(jrl.kl_from_logits, **inputs)
         reverse = functools.partial(forward, direction="reference||policy")
-        of_token = jax.value_and_grad(lambda z, token: jrl.logprobs_from_logits(z, token, **given))
+        of_token = jax.value_and_grad(lambda z, token: jrl.logprobs_from_logits(z, token, **inputs))
         return {
             "finite": (
                 jax.value_and_grad(forward)(one, both),
@@ -194,23 +192,23 @@ def test_tokens_that_only_one_policy_allows(chunk_size):
             "possible": of_token(one, jnp.array(0))[1],
         }
 
-    found = everything(one, both)
-    for (p, q, direction), (value, slope) in zip(finite, found["finite"], strict=True):
+    actual = everything(one, both)
+    for (p, q, direction), (value, slope) in zip(finite, actual["finite"], strict=True):
         expected, slopes = oracles.kl_divergence(p.tolist(), q.tolist(), direction)
         np.testing.assert_allclose(value, expected, rtol=1e-5)
         np.testing.assert_allclose(slope, slopes, atol=1e-6)
-    assert found["infinite"] == (np.inf, np.inf)
-    assert found["impossible"] == -np.inf
-    np.testing.assert_allclose(found["possible"], [0.731059, -0.731059, 0], atol=1e-6)
+    assert actual["infinite"] == (np.inf, np.inf)
+    assert actual["impossible"] == -np.inf
+    np.testing.assert_allclose(actual["possible"], [0.731059, -0.731059, 0], atol=1e-6)
 
 
-def test_a_probability_that_is_0_in_float32_adds_nothing_to_a_divergence():
+def test_kl_from_logits_of_underflowing_probabilities():
     policy, reference = np.array([0.0, -1000.0]), np.array([0.0, -np.inf])
     assert jitted.kl_from_logits(policy, reference) == 0
 
 
 @pytest.mark.parametrize("chunk_size", [None, 3])
-def test_a_small_divergence_keeps_its_digits_and_is_never_negative(chunk_size):
+def test_kl_from_logits_of_near_policies(chunk_size):
     logits, _ = logits_of(2)
     divergence = jax.jit(functools.partial(jrl.kl_from_logits, chunk_size=chunk_size))
     for size in (1e-2, 1e-3):
@@ -220,15 +218,15 @@ def test_a_small_divergence_keeps_its_digits_and_is_never_negative(chunk_size):
              for rows in zip(logits, near, strict=True)]
         )  # fmt: skip
         arrays = (np.asarray(x, np.float32) for x in (logits, near))
-        found = divergence(*arrays)
+        result = divergence(*arrays)
         # A sum of p log(p / q) in float32 would be off by 1e-7, as large as the smallest of these.
-        np.testing.assert_allclose(found, exact, rtol=5e-3)
+        np.testing.assert_allclose(result, exact, rtol=5e-3)
     same = np.asarray(logits, np.float32)
     assert np.all(divergence(same, same) >= 0)
 
 
 @pytest.mark.slow
-def test_far_from_zero():
+def test_logits_functions_far_from_zero():
     for chunk_size in (None, 1):
         shifted = np.array([1e4, 1e4 + 1])
         entropy = jitted.entropy_from_logits(shifted, chunk_size=chunk_size)
@@ -240,7 +238,7 @@ def test_far_from_zero():
         np.testing.assert_allclose(slope, np.zeros(3), atol=1e-6)
 
 
-def test_no_gradient_through_the_reference():
+def test_kl_from_logits_reference_has_no_gradient():
     logits, reference = logits_of(4)
     for direction in get_args(jrl.KLDirection):
         slope = jax.jit(
@@ -262,7 +260,7 @@ MEASURED = [
     ("backward", "dtype", "name"),
     MEASURED,
 )
-def test_chunks_take_less_memory_than_one_more_array_of_logits(name, dtype, backward):
+def test_logits_chunks_take_little_memory(name, dtype, backward):
     rows, vocab, chunk_size = (4, 16), 8000, 1001
 
     def temporary(chunk_size):
@@ -284,7 +282,7 @@ def test_chunks_take_less_memory_than_one_more_array_of_logits(name, dtype, back
 
 
 @pytest.mark.slow
-def test_inside_shard_map():
+def test_logits_functions_inside_shard_map():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     draw = np.random.default_rng(0)
     logits = np.asarray(draw.normal(0, 2, (16, 4, VOCAB)), np.float32)
@@ -294,8 +292,8 @@ def test_inside_shard_map():
 
     def total(theta, logits, reference, tokens, mask):
         logits = logits + jnp.broadcast_to(theta, logits.shape)
-        found = ours(logits, reference, tokens, mask, chunk_size=3)
-        return sum(jnp.sum(jnp.sin(x)) for x in found.values())
+        result = ours(logits, reference, tokens, mask, chunk_size=3)
+        return sum(jnp.sum(jnp.sin(x)) for x in result.values())
 
     def local(*arrays):
         value, slope = jax.value_and_grad(total)(*arrays)
@@ -310,21 +308,3 @@ def test_inside_shard_map():
     chex.assert_trees_all_close(
         cut(*arrays), jax.jit(jax.value_and_grad(total))(*arrays), rtol=1e-5, atol=1e-5
     )
-
-
-def test_errors():
-    x, rows = np.zeros((2, 3)), np.ones(2)
-    with pytest.raises(ValueError, match="chunk_size=0 must be at least 1; None is off"):
-        jrl.entropy_from_logits(x, chunk_size=0)
-    with pytest.raises(ValueError, match="direction='forward' is neither 'policy"):
-        inspect.unwrap(jrl.kl_from_logits)(x, x, direction="forward")
-    with pytest.raises(ValueError, match=r"logits \(2, 3\), ref_logits \(2, 1\)"):
-        inspect.unwrap(jrl.kl_from_logits)(x, x[:, :1], rows)
-
-
-def test_entropy_of_the_batches_with_holes():
-    logits = numpy_batch(4)["logits"]
-    expected = [[oracles.entropy(token) for token in row] for row in logits]
-    with jax.enable_x64(True):
-        found = jitted.entropy_from_logits(logits, MASK, chunk_size=2)
-        np.testing.assert_allclose(found, np.where(MASK, expected, 0), rtol=1e-11)

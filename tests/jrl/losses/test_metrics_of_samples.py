@@ -30,31 +30,31 @@ def exactly(n, c, k):
     return Fraction(comb(n, k) - comb(n - c, k), comb(n, k))
 
 
-def test_known_numbers_are_exact_however_large():
+def test_pass_at_k_of_large_integers_is_exact():
     for n, c, k in LARGE:
-        found = jrl.pass_at_k(n, np.int64(c), k)
+        result = jrl.pass_at_k(n, np.int64(c), k)
         # The last subtraction from one rounds, and nothing else does.
-        assert isinstance(found, float) and abs(found - exactly(n, c, k)) < 2**-53
+        assert isinstance(result, float) and abs(result - exactly(n, c, k)) < 2**-53
 
 
-def test_arrays_lose_no_digits():
+def test_pass_at_k_of_arrays_keeps_digits():
     for n, c, k in LARGE:
-        found = jax.jit(jrl.pass_at_k, static_argnames="k")(n, jnp.array([c]), k=k)
+        result = jax.jit(jrl.pass_at_k, static_argnames="k")(n, jnp.array([c]), k=k)
         # A thousand logarithms of float32 are added, each off by half a unit.
-        np.testing.assert_allclose(found, [float(exactly(n, c, k))], rtol=1e-5)
-        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(result, [float(exactly(n, c, k))], rtol=1e-5)
+        assert result.dtype == jnp.float32
 
 
-def test_one_number_of_samples_serves_all_prompts():
+def test_pass_at_k_broadcasts_num_samples():
     correct = jnp.array([[0, 1], [2, 4]])
 
     @jax.jit
     def both(correct):
         return jrl.pass_at_k(4, correct, 2), jrl.pass_at_k(jnp.full((2, 2), 4), correct, 2)
 
-    found, given_each = both(correct)
-    np.testing.assert_array_equal(found, given_each)
-    np.testing.assert_allclose(found, [[0, 1 / 2], [5 / 6, 1]], rtol=1e-6)
+    result, given_each = both(correct)
+    np.testing.assert_array_equal(result, given_each)
+    np.testing.assert_allclose(result, [[0, 1 / 2], [5 / 6, 1]], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,6 @@ def test_one_number_of_samples_serves_all_prompts():
         ((4, np.array([4, -2]), 2), "num_correct=-2 must lie in 0..4, the samples."),
     ],
 )
-def test_counts_that_do_not_go_together_are_refused(counts, message):
+def test_pass_at_k_refuses_inconsistent_counts(counts, message):
     with unchecked(), pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         jrl.pass_at_k(*counts)

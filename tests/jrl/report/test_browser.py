@@ -147,12 +147,12 @@ def test_tokens_are_coloured(browser, pages):
     assert browser.evaluate(colours) == ["", "", ""]
     for key, tinted in (("advantage", [True, True, False]), ("entropy", [True] * 3)):
         browser.evaluate(press.format(key))
-        found = browser.evaluate(colours)
-        assert [colour != "transparent" for colour in found] == tinted
-        assert len(set(found)) == 3
+        result = browser.evaluate(colours)
+        assert [colour != "transparent" for colour in result] == tinted
+        assert len(set(result)) == 3
     browser.evaluate(press.format("gap"))
-    found = browser.evaluate(colours)
-    assert found[0].startswith("rgba(30, 120, 235") and found[2] == "transparent"
+    result = browser.evaluate(colours)
+    assert result[0].startswith("rgba(30, 120, 235") and result[2] == "transparent"
     assert text(browser, ".tokens") == "a<b>\u2028c"
     assert "3 of 5" in text(browser, "#sample")
 

@@ -48,7 +48,7 @@ def test_a_long_compilation_is_named_until_it_ends(function, name):
     assert printed(watched) == f"compiling {name} ...\n"
 
 
-def test_a_short_one_is_not_told_of():
+def test_short_compilation_is_not_reported():
     with watch(short=60.0) as watched:
         watched._on_event(LOWERED, 0.1, fun_name="jit(update)")
         assert compilation.current_line() is None

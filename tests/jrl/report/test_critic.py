@@ -49,8 +49,8 @@ def test_parts_of_a_response_average_to_the_whole():
     report = critic_diagnostics(rollout_of(0.5))
     tokens = np.asarray(report.position.tokens)
     assert len(report.errors) == len(report.contradictions) == BINS
-    whole = np.average(report.contradictions, weights=tokens)
-    assert whole == pytest.approx(report.contradiction, abs=1e-6)
+    full = np.average(report.contradictions, weights=tokens)
+    assert full == pytest.approx(report.contradiction, abs=1e-6)
 
 
 @pytest.mark.slow
@@ -69,8 +69,8 @@ def test_the_discount_is_in_every_number():
     flat = critic_diagnostics(rollout_of(0.0, gamma=gamma))
     assert flat.errors[0] == pytest.approx(0.5 * (1 - gamma), rel=1e-5)
     tokens = np.asarray(flat.position.tokens)
-    whole = np.average(flat.contradictions, weights=tokens)
-    assert whole == pytest.approx(flat.contradiction, abs=1e-6)
+    full = np.average(flat.contradictions, weights=tokens)
+    assert full == pytest.approx(flat.contradiction, abs=1e-6)
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def test_a_gap_of_nothing_finite_stays_a_gap_when_averaged():
     assert curve == "▁ █"
 
 
-def test_what_a_terminal_would_act_on_is_made_visible():
+def test_samples_escape_control_characters():
     text = "a\n\x1b[2J\x07\x7f\t\x9b\u202e\u2028\ud800é😀"
     assert display.visible(text) == "a↵\n␛[2J␇␡␉\\x9b\\u202e\\u2028\\ud800é😀"
 
@@ -87,7 +87,7 @@ def test_a_pipe_gets_one_plain_line_every_few_steps():
     assert "\x1b" not in written(console)
 
 
-def test_a_line_says_how_full_the_slots_were():
+def test_step_line_shows_slot_utilisation():
     line = display.training_line(1, 2, METRICS | {"perf/slot_utilisation": 0.8765})
     assert line.endswith(", clip fraction: 0.0123, slots used: 0.88")
 
@@ -125,7 +125,7 @@ def test_a_terminal_gets_a_live_display(width):
     assert any("training" in line and "tokens/s" in line for line in last.splitlines())
 
 
-def test_warm_start_on_both():
+def test_display_shows_the_warm_start():
     piped, live = pipe(), terminal()
     for console in (piped, live):
         with display.WarmStartDisplay(200, target=0.5, console=console, every=100) as shown:
@@ -166,7 +166,7 @@ def test_samples_side_by_side_and_harmless(console):
     ("score", "reason", "mark"),
     [(1.0, "partial", "◐ 1.00"), (2.0, "correct", "✓ 2.00"), (-1.0, "wrong", "✗ -1.00")],
 )
-def test_the_mark_is_what_accuracy_counts(score, reason, mark):
+def test_samples_mark_correct_answers(score, reason, mark):
     """Full marks of a user's reward may be 2, and 1 then counts for nothing."""
     console = pipe()
     rows = samples(("a", "b", score, reason))

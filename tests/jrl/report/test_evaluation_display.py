@@ -1,4 +1,4 @@
-"""What an evaluation shows while it goes on."""
+"""Display of an evaluation in progress."""
 
 import io
 import time
@@ -19,7 +19,7 @@ def test_a_bar_per_phase_on_a_terminal():
         assert any(phase in line and count in line for line in lines)
 
 
-def test_a_few_lines_elsewhere():
+def test_evaluation_prints_lines_without_a_terminal():
     file = io.StringIO()
     with EvaluationDisplay(Console(file=file)) as display:
         for done in range(1001):
@@ -52,7 +52,7 @@ def test_tokens_are_counted_for_each_phase():
     ]
 
 
-def test_a_line_comes_though_no_completion_ends():
+def test_evaluation_prints_progress_without_finished_completions():
     file = io.StringIO()
     with EvaluationDisplay(Console(file=file), tokens=lambda: 64, wait=0.01) as display:
         display.update("sampled", 0, 2)

@@ -66,7 +66,7 @@ def test_the_level_of_the_warm_start_is_drawn(tmp_path, monkeypatch):
     assert levels == [first] * 2  # in the overview and alone
 
 
-def test_nothing_to_draw(tmp_path):
+def test_plots_without_metrics_draw_nothing(tmp_path):
     metrics = write_run(tmp_path / "metrics.jsonl", ["actor/lr"])
     assert plots.plot_run(metrics, tmp_path / "plots") == []
     assert not (tmp_path / "plots").exists()

@@ -1,4 +1,4 @@
-"""What stands in report.html is what the run wrote."""
+"""The page report.html contains the values of the run's files."""
 
 import json
 import math
@@ -20,26 +20,26 @@ def run(tmp_path_factory):
 
 def embedded(page):
     """The data of a page, found as a browser does: up to the first end of the element."""
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])
+    result = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert result is not None
+    return json.loads(result[1])
 
 
-def test_values_are_those_of_the_files(run, tmp_path):
+def test_page_values_equal_the_files(run, tmp_path):
     path = write_page([run], tmp_path / "deep" / "report.html")
-    (found,) = embedded(path.read_text())["runs"]
+    (result,) = embedded(path.read_text())["runs"]
     lines = records.read_metrics(run.metrics_path)
-    assert found["steps"] == [line["step"] for line in lines]
+    assert result["steps"] == [line["step"] for line in lines]
     names = {name for line in lines for name in line} - {"step"}
-    assert found["metrics"].keys() == names
-    for name, column in found["metrics"].items():
+    assert result["metrics"].keys() == names
+    for name, column in result["metrics"].items():
         values = [None if x is None else float(x) for x in column]
         for value, line in zip(values, lines, strict=True):
             wanted = line.get(name)
             assert value == wanted or (math.isnan(value or 0) and math.isnan(wanted)), name
-    assert found["samples"] == records.read_samples(run.samples_path)
-    assert found["config"] == run.config()
-    assert found["versions"] == {"jax": "0.10.2", "devices": "1 x cpu"}
+    assert result["samples"] == records.read_samples(run.samples_path)
+    assert result["config"] == run.config()
+    assert result["versions"] == {"jax": "0.10.2", "devices": "1 x cpu"}
 
 
 def test_nothing_of_a_run_can_end_the_element_it_stands_in(run):
@@ -93,9 +93,9 @@ def test_a_suspicion_is_said_with_its_reasons(tmp_path):
                 late = float(step > 8)
                 line = {"critic/score/mean": late, "response_length/mean": 50 - 40 * late}
                 file.append(step, {**line, "reward/suspicion": float(step > 10)})
-    found = page_data([folder])["runs"][0]["suspicion"]
-    assert found["step"] == 11
-    assert found["reasons"][0].endswith("while lengths fell from 50 to 10")
+    result = page_data([folder])["runs"][0]["suspicion"]
+    assert result["step"] == 11
+    assert result["reasons"][0].endswith("while lengths fell from 50 to 10")
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path):
@@ -105,7 +105,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
         page_data([folders[0], folders[0]])
 
 
-def test_the_command(run, tmp_path, capsys, monkeypatch):
+def test_report_command_writes_the_page(run, tmp_path, capsys, monkeypatch):
     other, out = report_run(tmp_path / "other", seed=1, steps=3), tmp_path / "out.html"
     assert command.main([str(run.path), str(other.path), "--out", str(out)]) == 0
     assert [r["name"] for r in embedded(out.read_text())["runs"]] == ["run", "other"]

@@ -1,4 +1,4 @@
-"""What makes a run suspicious, and that honest ones are not."""
+"""Suspicious runs are found, and honest runs are not."""
 
 import json
 from itertools import groupby
@@ -44,21 +44,21 @@ def steps_of(samples):
 
 
 def told(lines):
-    """What each line is, with the metric that a run writes into it."""
-    lookout, found = Lookout(), []
+    """Lines of metrics with their suspicion, as a run writes them."""
+    lookout, result = Lookout(), []
     for line in lines:
         why = lookout.check(line)
-        found.append({**line, suspicion.NAME: float(bool(why))})
-    return found
+        result.append({**line, suspicion.NAME: float(bool(why))})
+    return result
 
 
 def test_the_gamed_run_is_suspicious_before_half_of_its_score():
     lines = told(steps_of(GAMED))
     scores = [line["critic/score/mean"] for line in lines]
     assert (scores[0], scores[9], scores[19]) == (pytest.approx(0.08, abs=0.02), 0.25, 1.0)
-    found = first_suspicion(lines)
-    assert found is not None
-    step, why = found
+    result = first_suspicion(lines)
+    assert result is not None
+    step, why = result
     assert max(scores[:step]) < 0.5
     assert "a second verifier, which compares numbers as text, rejects" in why[0]
     # And it stays so while the score rises.
@@ -94,11 +94,11 @@ def test_honest_runs_are_of_all_recipes():
 @pytest.mark.parametrize("cut", [3, 9, 10, 14, 19])
 def test_a_resumed_run_is_as_suspicious(cut):
     lines = steps_of(GAMED)
-    whole = told(lines)
-    resumed = Lookout(whole[:cut])
-    assert resumed.suspected == any(line[suspicion.NAME] for line in whole[:cut])
+    full = told(lines)
+    resumed = Lookout(full[:cut])
+    assert resumed.suspected == any(line[suspicion.NAME] for line in full[:cut])
     again = [float(bool(resumed.check(line))) for line in lines[cut:]]
-    assert again == [line[suspicion.NAME] for line in whole[cut:]]
+    assert again == [line[suspicion.NAME] for line in full[cut:]]
 
 
 def curve(score):
@@ -166,7 +166,7 @@ def test_forms_of_answers():
     assert form_of("42") == form_of("1,042.5") == "0"
 
 
-def test_what_a_second_reader_shares():
+def test_second_verifier_share():
     def disputed(gold, text, correct=True):
         return is_disputed(Answered("p", text, gold, correct))
 
@@ -183,14 +183,14 @@ def test_what_a_second_reader_shares():
 
 def test_every_metric_is_defined():
     assert answer_statistics([]) == {}
-    found = answer_statistics(
+    result = answer_statistics(
         [Answered("p", "17 + 25", "42", True), Answered("p", "42", "42", True)]
     )
-    assert found == {
+    assert result == {
         "answers/variety": 1.0,
         "answers/top_form": 0.5,
         "answers/shared": 0.5,
         "answers/disputed": 0.5,
     }
-    assert all(describe(name) is not None for name in (*found, suspicion.NAME))
+    assert all(describe(name) is not None for name in (*result, suspicion.NAME))
     assert describe(suspicion.NAME).unit == "0 or 1"

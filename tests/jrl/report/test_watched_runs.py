@@ -55,10 +55,10 @@ def test_a_verifier_that_reads_the_beginning_alone_is_found_out(tmp_path, capsys
     raised = [line for line in lines if line[suspicion.NAME] == "1.0"]
     assert raised and float(raised[0][suspicion.DISPUTED]) > 0
     folder = RunFolder.read(tmp_path / "run")
-    found = [line for line in read(folder.samples_path) if line["kind"] == "suspicious"]
-    assert found and all(line["score"] == 1 for line in found)
-    assert any(line["completion"] != line["answer"] for line in found)
+    result = [line for line in read(folder.samples_path) if line["kind"] == "suspicious"]
+    assert result and all(line["score"] == 1 for line in result)
+    assert any(line["completion"] != line["answer"] for line in result)
     first = page_data([folder])["runs"][0]["suspicion"]
-    assert first["step"] == found[0]["step"] and "a second verifier" in first["reasons"][0]
+    assert first["step"] == result[0]["step"] and "a second verifier" in first["reasons"][0]
     printed = " ".join(capsys.readouterr().out.split())
     assert printed.count("Check its samples of kind suspicious") == 1

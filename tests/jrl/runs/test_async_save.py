@@ -115,21 +115,21 @@ def test_a_process_whose_own_part_is_written_waits_for_the_others(monkeypatch):
     record, done = progress.start(), threading.Event()
     gather = BackgroundGather("test")
     save = storage.BackgroundSave(lambda: done.wait(60) and None, gather)
-    found = []
+    result = []
 
     def look():
         for phase, event in (("checkpoint", gather.waits), ("agreement", done)):
             deadline = time.monotonic() + 60
             while record.position().phase != phase and time.monotonic() < deadline:
                 time.sleep(0.001)
-            found.append((record.position().phase, record.position().agreements))
+            result.append((record.position().phase, record.position().agreements))
             event.set()
 
     looker = threading.Thread(target=look)
     looker.start()
     save.wait()
     looker.join()
-    assert found == [("checkpoint", 0), ("agreement", 1)]
+    assert result == [("checkpoint", 0), ("agreement", 1)]
 
 
 @pytest.mark.parametrize("error", [None, KeyError("of the block")])

@@ -149,7 +149,7 @@ def test_keeps_the_newest(tmp_path):
         Checkpoints(tmp_path, keep=0)
 
 
-def test_meta_alone(tmp_path):
+def test_meta_is_read_without_the_state(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     with pytest.raises(ValueError, match="there is none"):
         checkpoints.meta()
@@ -191,7 +191,7 @@ def test_keys_of_another_kind_are_another_model(tmp_path):
         checkpoints.restore(1, {"key": jax.random.PRNGKey(0)})
 
 
-def test_what_cannot_be_saved_is_refused_by_name(tmp_path):
+def test_save_refuses_unsupported_leaves_by_name(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     with pytest.raises(ValueError, match=r'leaf "a/n" is 3 of type int: .*numpy.asarray'):
         checkpoints.save(1, {"a": {"n": 3}})
@@ -252,7 +252,7 @@ def test_a_kill_while_saving_leaves_a_whole_checkpoint(tmp_path, milliseconds):
 
 
 @pytest.mark.slow
-def test_saving_and_restoring_says_nothing(tmp_path):
+def test_save_and_restore_print_nothing(tmp_path):
     program = """
 import sys, warnings
 warnings.simplefilter("error")

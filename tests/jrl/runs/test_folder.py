@@ -22,7 +22,7 @@ def test_configuration_round_trips(path):
     assert RunFolder.read(path).config() == CONFIG
 
 
-def test_a_changed_configuration_stays(path):
+def test_change_config_is_kept(path):
     with RunFolder.create(path, CONFIG) as folder:
         folder.change_config({**CONFIG, "steps": 7})
     assert RunFolder.read(path).config() == {**CONFIG, "steps": 7}
@@ -43,7 +43,7 @@ def test_a_folder_of_other_files_is_refused_and_left_alone(path):
     assert [entry.name for entry in path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_file_is_refused(tmp_path):
+def test_create_refuses_a_file(tmp_path):
     (tmp_path / "run").touch()
     with pytest.raises(ValueError, match="is a file"):
         RunFolder.create(tmp_path / "run", CONFIG)
@@ -66,7 +66,7 @@ def test_a_creation_killed_before_its_configuration_can_be_repeated(path):
 
 
 @pytest.mark.parametrize("open_run", [RunFolder.resume, RunFolder.read])
-def test_no_run_to_continue(path, open_run):
+def test_resume_without_a_run_is_refused(path, open_run):
     with pytest.raises(ValueError, match=r"holds no run \(config.json is missing\)"):
         open_run(path)
 
@@ -84,7 +84,7 @@ def write_steps(folder, *steps):
                 appender.append(step, {})
 
 
-def test_going_back_cuts_metrics_and_samples(path):
+def test_rewind_cuts_metrics_and_samples(path):
     with RunFolder.create(path, CONFIG) as folder:
         write_steps(folder, 0, 1, 2)
         marks = folder.line_offsets()
@@ -94,7 +94,7 @@ def test_going_back_cuts_metrics_and_samples(path):
             assert [record["step"] for record in records.read(file)] == [0, 1, 2]
 
 
-def test_beginning_again(path):
+def test_discard_unsaved_starts_over(path):
     with RunFolder.create(path, CONFIG) as folder:
         folder.discard_unsaved()
         write_steps(folder, 0)
@@ -112,7 +112,7 @@ def test_a_run_whose_checkpoints_are_lost_does_not_begin_again(path):
         assert len(records.read(folder.metrics_path)) == 2
 
 
-def test_a_file_that_never_changes_has_changed(path):
+def test_check_files_refuses_a_changed_tokenizer(path):
     with RunFolder.create(path, CONFIG) as folder:
         folder.tokenizer_path.write_bytes(b"pieces")
         marks = folder.file_hashes()

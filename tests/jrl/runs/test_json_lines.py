@@ -22,14 +22,14 @@ def test_a_line_is_an_object_with_its_time_level_and_process():
     assert stream.getvalue() == ""
     lines.write('runs/"a"\n\n  \nerror: no\nwarning: é\nALARM: n02')
     lines.finish()
-    found = records(stream)
-    assert [(each["level"], each["message"]) for each in found] == [
+    result = records(stream)
+    assert [(each["level"], each["message"]) for each in result] == [
         ("info", 'run folder: runs/"a"'),
         ("error", "error: no"),
         ("warning", "warning: é"),
         ("warning", "ALARM: n02"),
     ]
-    assert {(each["time"], each["process"]) for each in found} == {
+    assert {(each["time"], each["process"]) for each in result} == {
         ("2026-11-26T18:05:07.250+00:00", 3)
     }
     assert stream.getvalue().isascii()

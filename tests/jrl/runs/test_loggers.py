@@ -25,7 +25,7 @@ from jrl.trainer import outputs
 
 def events(directory):
     """The events of all files of a directory, oldest first: records of length, crc, data, crc."""
-    found = []
+    result = []
     for path in sorted(directory.glob("events.out.tfevents.*")):
         content, at = path.read_bytes(), 0
         while at < len(content):
@@ -33,9 +33,9 @@ def events(directory):
             # Generated code: the type checker does not see its classes.
             event = event_pb2.Event()  # pyright: ignore[reportAttributeAccessIssue]
             event.ParseFromString(content[at + 12 : at + 12 + length])
-            found.append(event)
+            result.append(event)
             at += 12 + length + 4
-    return found
+    return result
 
 
 def scalars(directory):
@@ -202,8 +202,8 @@ def mlflow_calls(monkeypatch):
 
     class Client:
         def get_experiment_by_name(self, name):
-            found = types.SimpleNamespace(experiment_id="7")
-            return found if name in experiments else None
+            result = types.SimpleNamespace(experiment_id="7")
+            return result if name in experiments else None
 
         def create_experiment(self, name):
             experiments.append(name)

@@ -76,7 +76,7 @@ def test_every_damage_gives_way_to_the_one_before(two, tmp_path, name):
         assert_gives_way(two, tmp_path / damage.__name__, damage, name)
 
 
-def test_whole_ones_are_whole(two):
+def test_intact_checkpoints_are_verified(two):
     assert Checkpoints(two).latest_valid_step() == (7, {})
     assert_is_of(Checkpoints(two), 7)
     assert Checkpoints(two / "none").latest_valid_step() == (None, {})
@@ -91,7 +91,7 @@ def test_whole_ones_are_whole(two):
         (replace_by_a_folder, "is a directory"),
     ],
 )
-def test_reading_what_is_damaged_says_what_is(copy, damage, why):
+def test_restore_names_the_damage(copy, damage, why):
     damage(copy / "7" / "state" / "_METADATA")
     checkpoints = Checkpoints(copy)
     message = re.escape(f"checkpoint {copy / '7'} is damaged: state/_METADATA ") + why + ";"
@@ -108,13 +108,13 @@ def test_several_files_are_counted(copy):
     assert damaged[7].startswith("state/_METADATA has other content than was written, and 2 more")
 
 
-def test_one_that_was_copied_to_another_step_is_noticed(copy):
+def test_checkpoint_copied_to_another_step_is_damaged(copy):
     shutil.copytree(copy / "3", copy / "9")
     step, damaged = Checkpoints(copy).latest_valid_step()
     assert (step, damaged) == (7, {9: "manifest.json is that of step 3"})
 
 
-def test_when_all_are_damaged_it_is_said_of_each(copy):
+def test_all_damaged_checkpoints_are_named(copy):
     delete(copy / "7" / "state")
     (copy / "3" / manifest.MANIFEST_NAME).write_text(json.dumps({"step": 3, "files": {}}))
     message = (
@@ -127,7 +127,7 @@ def test_when_all_are_damaged_it_is_said_of_each(copy):
         Checkpoints(copy).latest_valid_step()
 
 
-def test_what_is_set_aside_is_kept_and_is_no_checkpoint(copy):
+def test_damaged_checkpoint_is_set_aside(copy):
     checkpoints = Checkpoints(copy, keep=1)
     content = (copy / "7" / "state" / "_METADATA").read_bytes()
     assert checkpoints.set_aside(7) == copy / "7.damaged"
@@ -141,12 +141,12 @@ def test_what_is_set_aside_is_kept_and_is_no_checkpoint(copy):
     assert (copy / "7.damaged" / "state" / "_METADATA").read_bytes() == content
 
 
-def test_a_file_that_nobody_wrote_does_no_harm(copy):
+def test_extra_file_is_ignored(copy):
     (copy / "7" / "notes.txt").write_text("the good one")
     assert Checkpoints(copy).latest_valid_step() == (7, {})
 
 
-def test_a_checkpoint_that_goes_while_it_is_looked_at_is_not_damaged(copy, monkeypatch):
+def test_checkpoint_deleted_while_hashing_is_not_damaged(copy, monkeypatch):
     looked = manifest.find_damage
 
     def late(folder, step):
@@ -198,7 +198,7 @@ def test_two_processes_share_the_files(tmp_path):
     assert sorted(listed) == ["process_0", "process_1", "whole"]
 
 
-def test_all_is_on_disk_before_a_checkpoint_has_its_name(tmp_path, monkeypatch):
+def test_files_are_synced_before_a_checkpoint_is_renamed(tmp_path, monkeypatch):
     synced = []
 
     def sync(descriptor):

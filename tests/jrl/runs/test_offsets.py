@@ -24,9 +24,9 @@ def write(path, *content):
 def mark(path):
     """Of the checkpoint of step 3; two more lines follow it."""
     write(path, *lines(range(4)))
-    found = records.read_offset(path)
+    result = records.read_offset(path)
     write(path, *lines(STEPS))
-    return found
+    return result
 
 
 def go_back(path, mark, *, every_step=True):
@@ -34,7 +34,7 @@ def go_back(path, mark, *, every_step=True):
 
 
 @pytest.mark.parametrize("more", [b"", b'{"step": 4', b"\xff\n[\n", b"".join(lines([4, 5]))])
-def test_what_comes_after_the_mark_is_dropped_whatever_it_is(path, mark, more):
+def test_lines_after_the_mark_are_dropped(path, mark, more):
     write(path, *lines(range(4)), more)
     go_back(path, mark)
     assert path.read_bytes() == b"".join(lines(range(4)))
@@ -75,7 +75,7 @@ def test_lines_of_another_run_are_noticed(path, mark):
         go_back(path, mark)
 
 
-def test_one_digit_is_noticed(path, mark):
+def test_changed_digit_is_noticed(path, mark):
     content = bytearray(path.read_bytes())
     content[-80] ^= 1
     write(path, bytes(content))
@@ -93,14 +93,14 @@ def test_a_missing_file_is_noticed_unless_there_was_none(path, mark):
 
 def test_samples_have_several_lines_a_step_or_none(path):
     write(path, *lines([0, 0, 2, 2]))
-    found = records.read_offset(path)
+    result = records.read_offset(path)
     write(path, *lines([0, 0, 2, 2, 4]))
-    go_back(path, found, every_step=False)
+    go_back(path, result, every_step=False)
     assert path.read_bytes() == b"".join(lines([0, 0, 2, 2]))
     write(path, *lines([0, 2, 0, 2]))
     with pytest.raises(ValueError, match=r"metrics\.jsonl:3 is of step 0 after one of step 2"):
-        go_back(path, found, every_step=False)
+        go_back(path, result, every_step=False)
     for steps in ([0, 2, 4, 4], [0, 2], []):
         write(path, *lines(steps))
         with pytest.raises(ValueError, match=r"metrics\.jsonl: the first \d+ bytes were changed"):
-            go_back(path, found, every_step=False)
+            go_back(path, result, every_step=False)

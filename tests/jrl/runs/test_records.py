@@ -91,7 +91,7 @@ def test_an_error_of_opening_keeps_its_file(tmp_path):
     assert error.value.filename == str(tmp_path / "missing")
 
 
-def test_what_json_cannot_hold_is_refused(path):
+def test_appender_refuses_values_beyond_json(path):
     with records.Appender(path) as file:
         with pytest.raises(ValueError, match="of type object: JSON cannot"):
             file.append(1, {"a": object()})
@@ -170,7 +170,7 @@ def test_a_new_file_has_the_mode_of_the_umask(umask, tmp_path):
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o666 & ~umask
 
 
-def test_what_cannot_be_written_leaves_the_old_file_alone(tmp_path, monkeypatch):
+def test_replace_on_a_full_disk_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "file"
     path.write_bytes(b"old")
 

@@ -54,13 +54,15 @@ def test_list(run, capsys):
     head, *rows = lines(capsys)
     assert head.split() == ["checkpoint", "size", "written", "state"]
     row = r"step (\d+) +[\d.]+ MB  \d{4}-\d\d-\d\d \d\d:\d\d:\d\d  (.*)"
-    found = [match.groups() for line in rows if (match := re.fullmatch(" *" + row, line))]
-    assert len(found) == len(rows) == 5
-    assert found[0] == ("0", "complete, hashes not read")
-    assert found[1][0] == "5" and re.match(r"damaged: state/.* has \d+ bytes instead", found[1][1])
-    assert found[2] == ("10", "complete, hashes not read")
-    assert found[3] == ("15", "set aside as damaged (15.damaged-2)")
-    assert found[4] == ("20", "in flight, or left by a killed run")
+    result = [match.groups() for line in rows if (match := re.fullmatch(" *" + row, line))]
+    assert len(result) == len(rows) == 5
+    assert result[0] == ("0", "complete, hashes not read")
+    assert result[1][0] == "5" and re.match(
+        r"damaged: state/.* has \d+ bytes instead", result[1][1]
+    )
+    assert result[2] == ("10", "complete, hashes not read")
+    assert result[3] == ("15", "set aside as damaged (15.damaged-2)")
+    assert result[4] == ("20", "in flight, or left by a killed run")
 
 
 @pytest.mark.slow

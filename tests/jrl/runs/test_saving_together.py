@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """What each of two processes made of it, and what it printed on standard error."""
+    """Results of two processes that save together, and their standard error."""
     with socket.create_server(("", 0)) as server:
         port = str(server.getsockname()[1])
     folder = tmp_path_factory.mktemp("saved")
@@ -41,7 +41,7 @@ def saved(tmp_path_factory):
     return [json.loads((folder / f"{number}.json").read_text()) for number in (0, 1)], errors
 
 
-def test_the_state_is_that_of_the_call(saved):
+def test_shared_save_has_the_state_of_the_call(saved):
     for results in saved[0]:
         assert results["steps"] == [2, 3]
         assert results["same 2"] == results["same 3"] == [True, True, True]
@@ -58,7 +58,7 @@ def test_the_state_is_in_a_bucket_too(saved):
     ("name", "reason", "step"),
     [("full", "File too large", 4), ("unreadable", "Input/output error", 5)],
 )
-def test_what_the_disk_of_one_refuses_is_an_error_of_both(saved, name, reason, step):
+def test_full_disk_of_one_process_fails_both(saved, name, reason, step):
     first, second = (results[name] for results in saved[0])
     assert second.startswith("StorageError: ") and f"/checkpoints: {reason}: " in second
     assert second.endswith(

@@ -1,4 +1,4 @@
-"""What a file system refuses is one line."""
+"""Refusals of a file system are one line."""
 
 import errno
 import logging
@@ -30,14 +30,14 @@ LATE = "Event loop is closed"
         (OSError(errno.ENOENT, "No such file or directory"), None),
     ],
 )
-def test_refusals_are_told_from_faults(error, number):
+def test_storage_separates_refusals_from_faults(error, number):
     assert errno_of(error) == number
     wrapped = RuntimeError("a thread failed")
     wrapped.__cause__ = error
     assert errno_of(wrapped) == number
 
 
-def test_a_fault_of_ours_stays_what_it_is(tmp_path):
+def test_storage_keeps_programming_errors(tmp_path):
     with pytest.raises(KeyError), writing(tmp_path, ""):
         raise KeyError("leaf")
 

@@ -1,4 +1,4 @@
-"""Which links a group uses, and what that takes, on sizes one can follow by hand."""
+"""Links that a group uses and seconds of a transfer, on sizes that one can follow by hand."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -59,7 +59,7 @@ def test_members_in_a_domain_are_those_of_the_mesh(layout, domain):
         ("all_gather", "tp8", ("dp",), 0.0),
     ],
 )
-def test_seconds(kind, layout, axes, seconds):
+def test_transfer_seconds(kind, layout, axes, seconds):
     assert moves(kind, axes).seconds(Layout.parse(layout), CLUSTER) == pytest.approx(seconds)
 
 
@@ -94,7 +94,7 @@ def test_stages_of_a_group_are_those_of_the_mesh(layout, domain):
             assert one.members_in_domain(sizes, hardware) == together, (axes, side)
 
 
-def test_what_a_device_sends():
+def test_bytes_sent_by_a_device():
     layout = Layout.parse("tp8")
     sent = {
         kind: moves(kind, ("tp",)).sent(layout)
@@ -114,11 +114,11 @@ def test_what_a_device_sends():
 )
 def test_copies_of_a_token_are_the_mean_over_all_choices(experts, k, block, places):
     """Every set of blocks of neighbouring experts, counted one by one."""
-    found = [
+    result = [
         len({(block * one + n) // (experts // places) for one in chosen for n in range(block)})
         for chosen in combinations(range(experts // block), k // block)
     ]
-    assert mean_destinations(experts, k, block, places) == pytest.approx(sum(found) / len(found))
+    assert mean_destinations(experts, k, block, places) == pytest.approx(sum(result) / len(result))
 
 
 def test_one_copy_of_a_token_goes_to_a_domain_and_there_to_a_device():

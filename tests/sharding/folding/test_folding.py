@@ -34,7 +34,7 @@ def all_layouts():
 
 
 def has_refinement(layout: Layout) -> bool:
-    """Whether one mixed-radix count of the ranks can serve both sides."""
+    """True if one mixed-radix count of the ranks serves both sides."""
     strides = {1, layout.tp, layout.tp * layout.cp, layout.tp * layout.cp * layout.dp}
     strides |= {layout.etp, layout.etp * layout.ep}
     return all(b % a == 0 or a % b == 0 for a, b in itertools.combinations(strides, 2))

@@ -56,7 +56,7 @@ def test_an_illegal_layout_is_refused_on_one_line():
         ("dp4 / ep2 edp4", "but the other sizes leave edp=2: leave it out."),
     ],
 )
-def test_the_reason_is_said(layout, reason, capsys):
+def test_folding_command_prints_the_reason(layout, reason, capsys):
     assert main([layout]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -65,7 +65,7 @@ def test_the_reason_is_said(layout, reason, capsys):
 
 
 @pytest.mark.slow
-def test_the_picture(tmp_path, capsys):
+def test_folding_command_prints_the_picture(tmp_path, capsys):
     path = tmp_path / "folding.png"
     assert main([SIXTEEN, "--picture", str(path)]) == 0
     height, width, _ = imread(path).shape
@@ -78,8 +78,8 @@ def test_the_picture(tmp_path, capsys):
     assert "nowhere" in refused[1]
 
 
-def test_the_page_shows_what_it_prints():
+def test_folding_page_shows_the_output():
     page = (ROOT / "docs" / "layouts.md").read_text(encoding="utf-8")
-    found = re.search(r'\$ python -m sharding.folding "(.+?)".*\n((?:.+\n)+?)```', page)
-    assert found is not None
-    assert found[2] == describe(Layout.parse(found[1])) + "\n"
+    result = re.search(r'\$ python -m sharding.folding "(.+?)".*\n((?:.+\n)+?)```', page)
+    assert result is not None
+    assert result[2] == describe(Layout.parse(result[1])) + "\n"

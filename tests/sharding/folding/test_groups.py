@@ -1,4 +1,4 @@
-"""What the command line says about a layout: groups, roles and the picture."""
+"""Description of a layout on the command line: groups, roles and the picture."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Which devices of a group are in one server."""
+"""Devices of a group that are in one server."""
 
 import math
 

@@ -63,17 +63,17 @@ def run(implementation, given, decay):
 @pytest.mark.parametrize("time", full_but(LENGTHS, 33))
 @pytest.mark.parametrize("holes", full_but([False, True], True))
 @pytest.mark.parametrize("kind", full_but(decays(1), "per row", "both per token"))
-def test_equal_to_the_scan_and_to_the_oracle(time, holes, kind):
+def test_gae_implementations_equal_the_oracle(time, holes, kind):
     with jax.enable_x64(True):
-        given, decay = numbers(time, holes), decays(time)[kind]
-        blocked, scan = run("blocked", given, decay), run("scan", given, decay)
+        inputs, decay = numbers(time, holes), decays(time)[kind]
+        blocked, scan = run("blocked", inputs, decay), run("scan", inputs, decay)
     expected = oracles.gae(
-        given["rewards"],
-        given["values"],
-        given["mask"],
+        inputs["rewards"],
+        inputs["values"],
+        inputs["mask"],
         decay["gamma"],
         decay["lam"],
-        given["bootstrap_value"],
+        inputs["bootstrap_value"],
     )
     # A few hundred float64 in another order.
     for actual in (blocked, scan):
@@ -82,12 +82,12 @@ def test_equal_to_the_scan_and_to_the_oracle(time, holes, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", full_but(decays(1), "both per token"))
-def test_no_less_accurate_than_the_scan(kind):
-    given, decay = numbers(2000, holes=False, seed=3), decays(2000)[kind]
+def test_gae_blocked_is_as_accurate_as_the_scan(kind):
+    inputs, decay = numbers(2000, holes=False, seed=3), decays(2000)[kind]
     with jax.enable_x64(True):
-        exact, _ = run("scan", given, decay)
+        exact, _ = run("scan", inputs, decay)
     errors = {
-        name: np.abs(run(name, given, decay)[0].astype(float) - exact).max()
+        name: np.abs(run(name, inputs, decay)[0].astype(float) - exact).max()
         for name in get_args(Implementation)
     }
     # Sums of 2000 numbers of order one: both round, and which rounds less is a matter of luck.
@@ -95,67 +95,61 @@ def test_no_less_accurate_than_the_scan(kind):
     assert errors["blocked"] <= 2e-4
 
 
-def test_a_batch_in_which_only_one_row_has_a_hole():
-    given = numbers(40, holes=False)
-    given["mask"][0, 30] = False
-    blocked, scan = (run(name, given, {}) for name in get_args(Implementation))
+def test_gae_with_a_hole_in_one_row():
+    inputs = numbers(40, holes=False)
+    inputs["mask"][0, 30] = False
+    blocked, scan = (run(name, inputs, {}) for name in get_args(Implementation))
     chex.assert_trees_all_close(blocked, scan, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("apart", full_but([64, 65, 66], 64))
-def test_a_long_row_with_as_many_holes_as_a_byte_cannot_count(apart):
-    given = numbers(256 * apart, holes=False)
-    given["mask"][:] = False
-    given["mask"][0] = np.arange(256 * apart) % apart != apart - 1
-    blocked, scan = (run(name, given, {}) for name in get_args(Implementation))
+def test_gae_with_more_than_255_holes(apart):
+    inputs = numbers(256 * apart, holes=False)
+    inputs["mask"][:] = False
+    inputs["mask"][0] = np.arange(256 * apart) % apart != apart - 1
+    blocked, scan = (run(name, inputs, {}) for name in get_args(Implementation))
     chex.assert_trees_all_close(blocked, scan, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", [[1, 1, 0, 0], [0, 1, 1, 0], [0, 1, 0, 0], [1, 0, 0, 1]])
-def test_rows_of_one_and_of_two_tokens(row):
+def test_gae_of_rows_of_one_and_two_tokens(row):
     draw = np.random.default_rng(0)
-    given = {
+    inputs = {
         "rewards": draw.normal(size=(1, 4)),
         "values": draw.normal(size=(1, 4)),
         "mask": np.array([row], bool),
         "bootstrap_value": np.array([0.7]),
     }
-    blocked, scan = (run(name, given, {"lam": 0.5}) for name in ("blocked", "scan"))
+    blocked, scan = (run(name, inputs, {"lam": 0.5}) for name in ("blocked", "scan"))
     chex.assert_trees_all_close(blocked, scan, rtol=1e-6, atol=1e-6)
 
 
-def test_under_vmap_and_on_single_rows():
-    given = numbers(40, holes=True)
-    whole = run("blocked", given, {})
-    rows = jax.jit(jax.vmap(lambda g: jrl.gae(**g, implementation="blocked")))(given)
-    chex.assert_trees_all_close(rows, whole, rtol=2e-5, atol=2e-5)
+def test_gae_blocked_under_vmap():
+    inputs = numbers(40, holes=True)
+    full = run("blocked", inputs, {})
+    rows = jax.jit(jax.vmap(lambda g: jrl.gae(**g, implementation="blocked")))(inputs)
+    chex.assert_trees_all_close(rows, full, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.slow
-def test_on_devices_of_which_only_some_have_holes():
+def test_gae_on_devices_with_and_without_holes():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    given = numbers(40, holes=False)
-    given["mask"][3, 35] = False
+    inputs = numbers(40, holes=False)
+    inputs["mask"][3, 35] = False
     rows = P("data")
     parallel = jax.shard_map(
         lambda g: jrl.gae(**g, implementation="blocked"), mesh=mesh, in_specs=rows, out_specs=rows
     )
     chex.assert_trees_all_close(
-        jax.jit(parallel)(given), run("scan", given, {}), rtol=2e-5, atol=2e-5
+        jax.jit(parallel)(inputs), run("scan", inputs, {}), rtol=2e-5, atol=2e-5
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("time", [SHORTEST_BLOCKED - 1, SHORTEST_BLOCKED])
-def test_long_rows_are_run_in_blocks_by_default(time):
-    given = numbers(time, holes=False)
+def test_gae_default_implementation_follows_the_length(time):
+    inputs = numbers(time, holes=False)
     named = "blocked" if time >= SHORTEST_BLOCKED else "scan"
-    chex.assert_trees_all_equal(run(None, given, {}), run(named, given, {}))
-
-
-def test_an_unknown_implementation_is_refused():
-    given = numbers(5, holes=False)
-    with pytest.raises(ValueError, match="'pallas' is neither 'scan' nor 'blocked'"):
-        jrl.gae(**given, implementation="pallas")
+    chex.assert_trees_all_equal(run(None, inputs, {}), run(named, inputs, {}))

@@ -4,9 +4,8 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracles
 import pytest
-from batches import MASK, batch, numpy_batch
+from batches import batch
 from compiled import compiled
 from policy_cases import assert_a_cut_sums_to_the_whole
 
@@ -21,39 +20,8 @@ BOUND = {"tv": 0.1, "kl": 0.05}
 step = compiled(jax.value_and_grad(jrl.dppo_loss, has_aux=True))
 
 
-def test_vector_dppo_1():
-    p, old, ones = np.array([0.95, 0.03]), np.array([0.9, 0.01]), np.ones(2)
-    arrays = (np.log(p), np.log(old), ones, ones)
-    for bound, kept in ((0.051, [1, 1]), (0.049, [0, 1]), (0.019, [0, 0])):
-        (_, metrics), slope = step(*arrays, kind="tv", max_divergence=bound, num_tokens=1)
-        np.testing.assert_allclose(slope, -np.array(kept) * np.array(p / old), rtol=1e-5)
-        assert metrics["pg_clipfrac"].sum == 2 - sum(kept)
-    # The same in the other direction, which only a negative advantage stops.
-    back = (np.log(old), np.log(p), -ones, ones)
-    _, slope = step(*back, kind="tv", max_divergence=0.03)
-    assert (slope != 0).tolist() == [False, True]
-    _, slope = step(*back[:2], ones, ones, kind="tv", max_divergence=0.0)
-    assert (slope != 0).all()
-
-
 @kinds
-def test_oracle(kind):
-    b = numpy_batch(0)
-    b["logprobs"], b["old_logprobs"] = -np.abs(b["logprobs"]), -np.abs(b["old_logprobs"])
-    arrays = [b[name] for name in NAMES]
-    bounds = {"kind": kind, "max_divergence": BOUND[kind], "max_ratio": 1.2}
-    losses, slopes, acts = oracles.dppo(*arrays, **bounds)
-    assert all((acts[MASK] == act).any() for act in ("", "clip", "dual"))
-    with jax.enable_x64(True):
-        (loss, metrics), slope = step(*(np.asarray(x) for x in arrays), **bounds)
-        np.testing.assert_allclose(loss, losses.sum() / MASK.sum(), rtol=1e-11)
-        np.testing.assert_allclose(slope, slopes / MASK.sum(), rtol=1e-11, atol=1e-15)
-        assert float(metrics["pg_clipfrac"].sum) == (acts == "clip").sum()
-        assert float(metrics["pg_clipfrac_lower"].sum) == (acts == "dual").sum()
-
-
-@kinds
-def test_the_first_on_policy_step_is_reinforce(kind):
+def test_dppo_on_policy_is_reinforce(kind):
     b = batch(1)
     logprobs = -np.abs(b["logprobs"])
 
@@ -68,7 +36,7 @@ def test_the_first_on_policy_step_is_reinforce(kind):
 
 
 @kinds
-def test_without_bounds_it_has_the_gradient_of_importance_weighting(kind):
+def test_dppo_without_bounds_is_importance_weighted(kind):
     b = batch(2)
     arrays = (-np.abs(b["logprobs"]), *(b[name] for name in NAMES[1:]))
     _, slope = step(*arrays, kind=kind, max_divergence=float("inf"), max_ratio=None)
@@ -79,7 +47,7 @@ def test_without_bounds_it_has_the_gradient_of_importance_weighting(kind):
 
 @pytest.mark.slow
 @kinds
-def test_a_cut_sums_to_the_whole(kind):
+def test_dppo_of_pieces_adds_up(kind):
     def loss(b, **denominators):
         arrays = [-jnp.abs(b[name]) if "logprobs" in name else b[name] for name in NAMES]
         return jrl.dppo_loss(*arrays, kind=kind, max_divergence=BOUND[kind], **denominators)
@@ -89,7 +57,7 @@ def test_a_cut_sums_to_the_whole(kind):
 
 @kinds
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
-def test_probabilities_of_zero_and_one_are_finite(kind, advantage):
+def test_dppo_of_probabilities_zero_and_one_is_finite(kind, advantage):
     logprobs = np.array([-np.inf, -1.0, 0.0, 0.0, -1.0, -500.0, -np.inf, 0.0])
     old = np.array([-1.0, -np.inf, 0.0, -1.0, 0.0, -1.0, 0.0, -np.inf])
     ones = np.ones_like(old)
@@ -98,16 +66,8 @@ def test_probabilities_of_zero_and_one_are_finite(kind, advantage):
     chex.assert_tree_all_finite((loss, slope, [x.value() for x in metrics.values()]))
 
 
-def test_settings_that_make_no_sense_are_refused():
-    one = np.ones(1)
-    with pytest.raises(ValueError, match="max_divergence=-1 is a distance"):
-        jrl.dppo_loss(one, one, one, one, kind="tv", max_divergence=-1)
-    with pytest.raises(ValueError, match="max_ratio=1 must be above 1, such as 20; None is off"):
-        jrl.dppo_loss(one, one, one, one, kind="kl", max_divergence=1, max_ratio=1)
-
-
 @kinds
-def test_the_log_probability_is_floored_below_its_bound_and_not_at_it(kind):
+def test_dppo_floors_log_probabilities_below_the_bound(kind):
     old, one = -np.ones(1), np.ones(1)
     settings = {"kind": kind, "max_divergence": 1.0, "max_log_ratio": 0.5}
     weight = np.exp(-0.5)
@@ -118,7 +78,7 @@ def test_the_log_probability_is_floored_below_its_bound_and_not_at_it(kind):
 
 
 @kinds
-def test_an_advantage_of_0_stops_what_falls(kind):
+def test_dppo_advantage_of_zero_stops_falling_tokens(kind):
     low, high = np.log(np.array([0.1])), np.log(np.array([0.9]))
     settings = {"kind": kind, "max_divergence": 0.2}
     for logprobs, old, stopped_by in ((high, low, (1,)), (low, high, (0, -1))):
@@ -129,7 +89,7 @@ def test_an_advantage_of_0_stops_what_falls(kind):
 
 
 @kinds
-def test_a_certain_token_that_has_become_unlikely_is_dropped(kind):
+def test_dppo_drops_a_certain_token_that_became_unlikely(kind):
     arrays = (np.log(np.array([0.1])), np.zeros(1), -np.ones(1), np.ones(1))
     for bound, dropped in ((0.5, 1), (3.0, 0)):
         (_, metrics), _ = step(*arrays, kind=kind, max_divergence=bound)

@@ -1,64 +1,41 @@
 """REINFORCE, CISPO, VESPO, SAPO and DRO: published numbers, weights and gates, limits."""
 
-import functools
-
 import chex
 import jax
 import numpy as np
 import pytest
-from batches import MASK, batch
+from batches import batch
 from compiled import jitted
-from policy_cases import arrays, per_token, sequences, value_and_slope, without_old
+from policy_cases import arrays, per_token, value_and_slope, without_old
 
 import jrl
 
 
-def test_reinforce_has_the_gradient_minus_the_advantage():
-    b = batch(0)
-    logprobs, advantages, mask = without_old(b)
-    losses, slope = value_and_slope(jrl.reinforce_loss, (logprobs, advantages, mask))
-    np.testing.assert_allclose(losses, np.where(MASK, -advantages * logprobs, 0), rtol=1e-6)
-    np.testing.assert_allclose(slope, np.where(MASK, -advantages, 0), rtol=1e-6)
-    loss, metrics = jitted.reinforce_loss(logprobs, advantages, mask)
-    np.testing.assert_allclose(loss, losses.sum() / MASK.sum(), rtol=1e-5)
-    np.testing.assert_allclose(metrics["nll"].value(), -logprobs[MASK].mean(), rtol=1e-6)
-
-
-def test_gpg_is_another_name():
+def test_gpg_loss_is_reinforce_loss():
     assert jrl.gpg_loss is jrl.reinforce_loss
-
-
-def test_vector_seq_1_cispo():
-    losses, slope = value_and_slope(jrl.cispo_loss, sequences())
-    expected = [[0.994654, 1.703882, 0.5], [-0.12, -0.552585, 0]]
-    np.testing.assert_allclose(losses, expected, atol=1e-6)
-    weights = [[1.105171, 0.740818, 1], [1.2, 1.105171, 0]]
-    np.testing.assert_allclose(slope, weights * np.array([[-1], [0.5]]), atol=1e-6)
-    _, metrics = jitted.cispo_loss(*sequences())
-    np.testing.assert_allclose(metrics["pg_clipfrac"].value(), 1 / 5)
 
 
 def test_cispo_without_bounds_is_importance_weighted_reinforce():
     b = batch(1)
 
     def cispo(logprobs):
-        given = (logprobs, *arrays(b)[1:])
-        return jrl.cispo_loss(*given, clip_high=None)[0]
+        inputs = (logprobs, *arrays(b)[1:])
+        return jrl.cispo_loss(*inputs, clip_high=None)[0]
 
     weights = np.exp(b["logprobs"] - b["old_logprobs"])
 
     def weighted(logprobs):
-        given = (logprobs, b["advantages"], b["mask"])
-        return jrl.reinforce_loss(*given, importance_weights=weights)[0]
+        inputs = (logprobs, b["advantages"], b["mask"])
+        return jrl.reinforce_loss(*inputs, importance_weights=weights)[0]
 
     actual, expected = (jax.jit(jax.value_and_grad(f))(b["logprobs"]) for f in (cispo, weighted))
     chex.assert_trees_all_close(actual, expected, rtol=1e-5)
 
 
-def test_the_bounds_of_cispo_are_distances_from_one():
+def test_cispo_bounds_are_distances_from_one():
     one = np.ones(1)
     far, near = (5 * one, 0 * one, one, one), (0 * one, 5 * one, one, one)
-    for given, settings, weight in (
+    for inputs, settings, weight in (
         (far, {}, 1.2),
         (far, {"clip_high": 4.0}, 5.0),
         (far, {"clip_high": None}, np.exp(5)),
@@ -67,30 +44,20 @@ def test_the_bounds_of_cispo_are_distances_from_one():
         (near, {"clip_low": 10}, np.exp(-5)),
         (near, {"clip_low": None}, np.exp(-5)),
     ):
-        _, slope = value_and_slope(jrl.cispo_loss, given, **settings)
+        _, slope = value_and_slope(jrl.cispo_loss, inputs, **settings)
         np.testing.assert_allclose(slope, [-weight], rtol=1e-5)
-
-
-def test_vector_seq_1_vespo():
-    losses, slope = value_and_slope(jrl.vespo_loss, sequences())
-    phi = np.array([[1.154662] * 3, [1.168549] * 2 + [0]])
-    np.testing.assert_allclose(slope, phi * np.array([[-1], [0.5]]), atol=2e-6)
-    expected = phi * [[0.9, 2.3, 0.5], [-0.1, -0.5, 0]]
-    np.testing.assert_allclose(losses, expected, atol=3e-6)
-    _, metrics = jitted.vespo_loss(*sequences())
-    np.testing.assert_allclose(metrics["phi"].value(), (3 * 1.154662 + 2 * 1.168549) / 5, rtol=1e-6)
 
 
 def vespo_weight(log_w, advantage, tokens=4, **settings):
     """phi of a response whose log-ratio is spread evenly over its tokens."""
     ones = np.ones((1, tokens), np.float32)
     log_ratio = log_w / tokens * ones
-    given = (-ones, -ones - log_ratio, advantage * ones, ones)
-    return jitted.vespo_loss(*given, **settings)[1]["phi"].value()
+    inputs = (-ones, -ones - log_ratio, advantage * ones, ones)
+    return jitted.vespo_loss(*inputs, **settings)[1]["phi"].value()
 
 
 @pytest.mark.parametrize(("advantage", "peak"), [(1, 2 / 3), (0, 2 / 3), (-1, 3 / 2)])
-def test_the_weight_of_vespo_is_one_at_one_and_peaks_at_k_over_lam(advantage, peak):
+def test_vespo_weight_is_one_at_one_and_peaks_at_k_over_lam(advantage, peak):
     assert vespo_weight(0.0, advantage) == pytest.approx(1)
     top = vespo_weight(np.log(peak), advantage)
     k, lam = (2, 3) if advantage >= 0 else (3, 2)
@@ -100,32 +67,19 @@ def test_the_weight_of_vespo_is_one_at_one_and_peaks_at_k_over_lam(advantage, pe
 
 @pytest.mark.parametrize("limit", [20.0, None])
 @pytest.mark.parametrize("log_w", [-1e4, -75.0, 75.0, 1e4])
-def test_the_weight_of_vespo_vanishes_far_away(log_w, limit):
+def test_vespo_weight_vanishes_far_from_one(log_w, limit):
     for advantage in (1, -1):
         assert vespo_weight(log_w, advantage, max_log_ratio=limit) < 1e-30
 
 
-def test_the_weight_of_vespo_vanishes_for_a_product_that_overflows_the_logarithm():
+def test_vespo_weight_vanishes_for_an_infinite_ratio():
     one = np.ones((1, 2))
-    given = (-one, np.array([[-np.inf, -1.0]]), one, one)
-    losses, slope = value_and_slope(jrl.vespo_loss, given, max_log_ratio=None)
+    inputs = (-one, np.array([[-np.inf, -1.0]]), one, one)
+    losses, slope = value_and_slope(jrl.vespo_loss, inputs, max_log_ratio=None)
     assert not losses.any() and not slope.any()
 
 
-def test_vector_seq_1_sapo():
-    arrays = sequences()
-    losses, slope = value_and_slope(jrl.sapo_loss, arrays)
-    advantages = np.array([[1], [-0.5]])
-    gates = np.array([[2.105074, 1.742259, 2], [2.529512, 2.009826, 0]])
-    np.testing.assert_allclose(losses, -advantages * gates, atol=1e-6)
-    weights = np.array([[0.99724, 0.983392, 1], [0.89242, 0.996958, 0]])
-    ratio = np.array([[1.105171, 0.740818, 1], [1.648721, 1.105171, 0]])
-    np.testing.assert_allclose(slope, -advantages * weights * ratio, atol=2e-6)
-    _, metrics = jitted.sapo_loss(*arrays)
-    np.testing.assert_allclose(metrics["gate"].value(), weights.sum() / 5, atol=1e-6)
-
-
-def test_the_value_of_sapo_at_equal_policies_is_two_over_tau():
+def test_sapo_of_equal_policies_is_two_over_tau():
     one = np.ones(2)
     losses = per_token(jrl.sapo_loss, one, one, np.array([1.0, -1.0]), one, tau_negative=4)
     np.testing.assert_allclose(losses, [-2, 0.5])
@@ -135,7 +89,7 @@ def test_the_value_of_sapo_at_equal_policies_is_two_over_tau():
     np.testing.assert_allclose(metrics["gate"].value(), 4 * p * (1 - p), rtol=1e-3)
 
 
-def test_the_gradient_of_dro_vanishes_at_its_optimum():
+def test_dro_gradient_is_zero_at_its_optimum():
     one = np.ones(3)
     advantages, beta = np.array([1.0, -0.5, 2.0]), 0.25
     at_optimum = -3 * one + advantages / beta
@@ -152,22 +106,3 @@ def test_dro_without_a_penalty_is_reinforce():
     b = batch(2)
     actual, _ = jitted.dro_loss(*arrays(b), beta=0)
     np.testing.assert_allclose(actual, jitted.reinforce_loss(*without_old(b))[0], rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("loss", "settings", "message"),
-    [
-        (jrl.cispo_loss, {"clip_low": -0.1}, "clip_low=-0.1 is a distance and cannot be neg"),
-        (jrl.cispo_loss, {"clip_high": -2}, "clip_high=-2 is a distance and cannot be negative"),
-        (jrl.sapo_loss, {"tau_positive": 0}, "tau_positive=0 is a temperature and must be pos"),
-        (jrl.sapo_loss, {"tau_negative": -1.0}, "tau_negative=-1.0 is a temperature"),
-        (jrl.vespo_loss, {"k_positive": 0}, "k_positive=0 must be positive"),
-        (jrl.vespo_loss, {"lam_positive": -1}, "lam_positive=-1 must be positive"),
-        (jrl.vespo_loss, {"k_negative": -0.5}, "k_negative=-0.5 must be positive"),
-        (jrl.vespo_loss, {"lam_negative": 0.0}, "lam_negative=0.0 must be positive"),
-        (jrl.dro_loss, {"beta": -0.1}, "beta=-0.1 weighs a penalty and cannot be negative"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(loss, settings, message):
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(functools.partial(loss, **settings), *sequences())

@@ -4,7 +4,6 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import MASK, batch
@@ -24,7 +23,7 @@ def _top(entropy, mask, fraction):
 @pytest.mark.slow
 @given(st.integers(1, 40), st.sampled_from([0.1, 0.2, 0.25, 0.3, 0.5, 0.8, 1.0]))
 @settings(max_examples=30, deadline=None, derandomize=True, database=None)
-def test_as_many_are_kept_as_reach_the_quantile(count, fraction):
+def test_top_entropy_mask_keeps_the_quantile(count, fraction):
     # All in one shape, of which `count` are true; entropies are far apart.
     entropy = np.random.default_rng(count).permutation(40) + 1.0
     mask = np.arange(40) < count
@@ -35,20 +34,20 @@ def test_as_many_are_kept_as_reach_the_quantile(count, fraction):
     np.testing.assert_array_equal(kept, mask & (entropy >= quantile - 1e-6))
 
 
-def test_ties_are_kept_and_a_threshold_lets_cuts_agree():
+def test_top_entropy_mask_keeps_ties():
     entropy = np.array([1.0, 2.0, 2.0, 0.5, 2.0, 3.0])
     kept = jitted.top_entropy_mask(entropy, np.ones(6), fraction=0.2)
     assert kept.tolist() == [False, True, True, False, True, True]
     b = batch(0)
     threshold = jitted.entropy_threshold(b["entropy"], b["mask"], fraction=0.4)
-    whole = jitted.top_entropy_mask(b["entropy"], b["mask"], fraction=0.4)
-    assert 0 < whole.sum() < MASK.sum()
+    full = jitted.top_entropy_mask(b["entropy"], b["mask"], fraction=0.4)
+    assert 0 < full.sum() < MASK.sum()
     for row in range(len(MASK)):
         mine = jitted.top_entropy_mask(b["entropy"][row], b["mask"][row], threshold=threshold)
-        np.testing.assert_array_equal(mine, whole[row])
+        np.testing.assert_array_equal(mine, full[row])
 
 
-def test_a_fraction_of_1_keeps_all_and_the_loss_counts_what_is_kept():
+def test_top_entropy_mask_with_fraction_one():
     b = batch(1)
     everything = jitted.top_entropy_mask(b["entropy"], b["mask"], fraction=1)
     np.testing.assert_array_equal(everything, MASK)
@@ -60,7 +59,7 @@ def test_a_fraction_of_1_keeps_all_and_the_loss_counts_what_is_kept():
     assert metrics["ratio"].count == mask.sum()
 
 
-def test_the_threshold_of_a_single_token_is_its_entropy_and_has_no_gradient():
+def test_entropy_threshold_of_a_single_token():
     entropy, mask = np.array([3.0, 2.0, 5.0]), np.array([0, 1, 0])
     for fraction in (0.2, 1):
         assert float(jitted.entropy_threshold(entropy, mask, fraction=fraction)) == 2
@@ -68,7 +67,7 @@ def test_the_threshold_of_a_single_token_is_its_entropy_and_has_no_gradient():
     assert not np.any(slope)
 
 
-def test_a_divergence_is_too_far_beyond_its_bound_and_not_at_it():
+def test_off_policy_sequence_mask_keeps_a_divergence_at_its_bound():
     behaviour, bad = np.zeros((2, 2)), -np.ones((2, 1))
     # The second row has one token: its sum is its mean.
     logprobs, mask = np.array([[-1.0, -2.0], [-1.5, 0.0]]), np.array([[1, 1], [1, 0]])
@@ -79,7 +78,7 @@ def test_a_divergence_is_too_far_beyond_its_bound_and_not_at_it():
         assert result[:, 0].tolist() == kept
 
 
-def test_bad_sequences_that_are_far_go_and_no_others():
+def test_off_policy_sequence_mask_drops_bad_far_sequences():
     behaviour = np.array([[-1.0, -1.0, np.nan], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]])
     logprobs = np.array([[-2.0, -1.2, np.nan], [-2.0, -1.2, -1.0], [-0.1, -0.1, -0.1]])
     mask = np.array([[1, 1, 0], [1, 1, 1], [1, 1, 1]])
@@ -104,13 +103,7 @@ def test_bad_sequences_that_are_far_go_and_no_others():
     assert result[0].tolist() == [False, True, False]
 
 
-def test_what_is_not_a_number_is_never_masked_away():
+def test_selection_masks_keep_nan():
     nan, ones = np.array([np.nan, 1.0]), np.ones(2)
     assert jitted.top_entropy_mask(nan, ones, fraction=0.5)[0]
     assert jitted.off_policy_sequence_mask(nan, ones, -ones, ones, max_divergence=0.1).all()
-
-
-def test_fractions_that_make_no_sense_are_refused():
-    for fraction in (0, -0.1, 1.5):
-        with pytest.raises(ValueError, match=f"fraction={fraction} is a share of the tokens"):
-            jrl.top_entropy_mask(jnp.ones(2), jnp.ones(2), fraction=fraction)

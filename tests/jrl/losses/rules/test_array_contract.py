@@ -1,4 +1,4 @@
-"""What every objective promises about arrays: masks, poison, padding, holes, dtypes, jit and vmap.
+"""Rules of arrays for every objective: masks, poison, padding, holes, dtypes, jit and vmap.
 
 The calls are listed with the objectives in `tests/vectors/tables`. A call is compiled twice: with
 the batches of most promises (the scenarios) stacked on a leading axis, and with all arrays of other
@@ -85,7 +85,7 @@ def values_and_slopes(call):
 
 
 def split(tree, names):
-    """What is stacked on a leading axis, by name."""
+    """Entries of a stacked tree by name."""
     return {one: jax.tree.map(lambda x, n=n: x[n], tree) for n, one in enumerate(names)}
 
 
@@ -98,7 +98,7 @@ def stacked(name):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a call on other shapes and dtypes.
+    """Results of a call on other shapes and dtypes.
 
     Attributes:
       padded: results and gradients of `SEEDS` with padding.
@@ -148,12 +148,12 @@ def outcome(name) -> Outcome:
         return {trial: _traced(trial, trials[trial][0], b) for trial, b in batches.items()}
 
     program = jax.jit(run, compiler_options=UNOPTIMISED)
-    found = jax.device_get(program({trial: b for trial, (_, b) in trials.items()}))
+    result = jax.device_get(program({trial: b for trial, (_, b) in trials.items()}))
 
     return Outcome(
-        split(found.pop("padding"), SEEDS),
-        split(found.pop("as it is"), plain_scenarios()),
-        {trial.split(" of ")[0] if "mask" in trial else trial: x for trial, x in found.items()},
+        split(result.pop("padding"), SEEDS),
+        split(result.pop("as it is"), plain_scenarios()),
+        {trial.split(" of ")[0] if "mask" in trial else trial: x for trial, x in result.items()},
     )
 
 
@@ -179,16 +179,16 @@ def differentiable(pair):
 
 @everything
 @pytest.mark.parametrize("poison", POISONS)
-def test_nothing_under_a_false_mask_reaches_values_or_gradients(name, poison):
-    found = differentiable(stacked(name)[poison])
-    assert_same(found, differentiable(stacked(name)["zeros"]), poison, tolerance=0)
-    for array, slope in found["gradient by"].items():
+def test_masked_values_reach_no_result_or_gradient(name, poison):
+    result = differentiable(stacked(name)[poison])
+    assert_same(result, differentiable(stacked(name)["zeros"]), poison, tolerance=0)
+    for array, slope in result["gradient by"].items():
         hidden = ~(MASK[..., None] if slope.ndim > MASK.ndim else MASK)
         assert not np.any(np.where(hidden, slope, 0)), f"a gradient by {array} under the mask"
 
 
 @everything
-def test_a_nan_that_counts_is_not_hidden(name):
+def test_unmasked_nan_reaches_the_result(name):
     result, _ = stacked(name)["a NaN that counts"]
     for one in each(result) if name in WITH_BOTH else [result]:
         assert any(np.isnan(leaf).any() for leaf in jax.tree.leaves(one))
@@ -197,12 +197,12 @@ def test_a_nan_that_counts_is_not_hidden(name):
 @pytest.mark.slow
 @of_each_kind(EVERYTHING)
 def test_masks_of_any_dtype(name):
-    found = outcome(name)
-    assert_same(found.other["mask"], found.other["own mask"], "another mask", tolerance=0)
+    result = outcome(name)
+    assert_same(result.other["mask"], result.other["own mask"], "another mask", tolerance=0)
 
 
 @everything
-def test_a_batch_without_tokens_gives_zero_and_no_gradient(name):
+def test_batch_without_tokens_is_zero(name):
     for path, leaf in jax.tree.leaves_with_path(differentiable(stacked(name)["no token"])):
         assert not np.any(leaf), jax.tree_util.keystr(path)
 
@@ -222,14 +222,14 @@ def test_padding_adds_nothing(name):
         assert not np.any(full[BATCH:]) and not np.any(full[:, :2])
         return full[:BATCH, 2 : 2 + TIME]
 
-    found = outcome(name)
+    result = outcome(name)
     for seed in SEEDS:
-        actual = jax.tree.map(cut, differentiable(found.padded[seed]))
+        actual = jax.tree.map(cut, differentiable(result.padded[seed]))
         assert_same(actual, differentiable(stacked(name)[f"seed {seed}"]), f"seed {seed}")
 
 
 @everything
-def test_the_order_of_rows_does_not_matter(name):
+def test_row_order_is_followed(name):
     for seed in SEEDS:
         order = order_of_rows(seed)
         expected = jax.tree.map(
@@ -253,7 +253,7 @@ def test_holes_equal_the_compressed_sequence(name):
 
 # Without it, each operation is compiled by itself: one call in the quick tier.
 @pytest.mark.parametrize("name", full_but(EVERYTHING, "ppo_loss"), scope="module")
-def test_jit(name):
+def test_jit_equals_eager(name):
     result, _ = stacked(name)["seed 4"]
     assert_same(result, EVERYTHING[name](batch(4)), "seed 4", tolerance=2e-6)
 
@@ -261,42 +261,42 @@ def test_jit(name):
 @pytest.mark.slow
 @of_each_kind(PER_TOKEN | LOSSES)
 def test_vmap_and_a_single_row_equal_the_batch(name):
-    found, expected = outcome(name).other, outcome(name).plain["seed 5"]
+    actual, expected = outcome(name).other, outcome(name).plain["seed 5"]
     if name in WITH_BOTH:
         expected = expected["per token"]
-    assert_same(found["rows by vmap"], expected, "rows by vmap")
-    assert_same(found["rows one by one"], expected, "rows one by one")
+    assert_same(actual["rows by vmap"], expected, "rows by vmap")
+    assert_same(actual["rows one by one"], expected, "rows one by one")
 
 
 @of_each_kind(SCALAR | WITH_BOTH)
 def test_vmap_over_batches_and_a_single_row(name):
-    found = outcome(name)
+    result = outcome(name)
     for seed in ("seed 6", "seed 7"):
-        assert_same(stacked(name)[seed][0], found.plain[seed], seed)
-    assert_same(found.other["a row"], found.other["a batch of one row"], "a row")
+        assert_same(stacked(name)[seed][0], result.plain[seed], seed)
+    assert_same(result.other["a row"], result.other["a batch of one row"], "a row")
 
 
 @of_each_kind(EVERYTHING)
 def test_extra_leading_axes(name):
-    found = outcome(name)
-    expected = jax.tree.map(lambda x: x[None] if x.ndim >= 2 else x, found.plain["seed 8"])
-    assert_same(found.other["an extra leading axis"], expected, "an extra leading axis")
+    actual = outcome(name)
+    expected = jax.tree.map(lambda x: x[None] if x.ndim >= 2 else x, actual.plain["seed 8"])
+    assert_same(actual.other["an extra leading axis"], expected, "an extra leading axis")
 
 
 @of_each_kind(EVERYTHING)
-def test_half_precision_is_computed_in_float32(name):
-    found = outcome(name)
-    result = found.other["half precision"]
-    expected = found.plain["half precision, raised"]
+def test_half_precision_computes_in_float32(name):
+    actual = outcome(name)
+    result = actual.other["half precision"]
+    expected = actual.plain["half precision, raised"]
     assert_same(result, expected, "half precision", tolerance=0)
     assert jnp.bfloat16 not in {leaf.dtype for leaf in jax.tree.leaves(result)}
 
 
 @of_each_kind(EVERYTHING)
 def test_mixed_precision_needs_no_cast(name):
-    found = outcome(name)
-    expected = found.other["mixed precision, raised"]
-    assert_same(found.other["mixed precision"], expected, "mixed precision", tolerance=0)
+    actual = outcome(name)
+    expected = actual.other["mixed precision, raised"]
+    assert_same(actual.other["mixed precision"], expected, "mixed precision", tolerance=0)
 
 
 @everything
@@ -313,18 +313,7 @@ def test_only_current_quantities_carry_gradients(name):
     assert not [constant for constant in constants if np.any(slopes[constant])]
 
 
-def test_shapes_that_would_broadcast_by_accident_are_refused():
-    square = jax.ShapeDtypeStruct((3, 3), np.float32)
-    row = jax.ShapeDtypeStruct((3,), np.float32)
-    with pytest.raises(ValueError, match=r"advantages has shape \(3,\).*advantages\[:, None\]"):
-        jax.eval_shape(jrl.ppo_loss, square, square, row, square)
-    with pytest.raises(ValueError, match=r"lam has shape \(3,\).*to \(3, 3\).*lam\[:, None\]"):
-        jax.eval_shape(jrl.gae, square, square, square, lam=row)
-    with pytest.raises(ValueError, match=r"importance_weights has shape \(3,\)"):
-        jax.eval_shape(jrl.ppo_loss, square, square, square, square, importance_weights=row)
-
-
-def test_debug_nans_does_not_stop_at_infinities_under_the_mask():
+def test_debug_nans_passes_masked_infinities():
     b = {x: np.where(MASK, y, -np.inf) if y.shape == MASK.shape else y for x, y in batch(0).items()}
     policies, mask = (b["logprobs"], b["old_logprobs"]), MASK
     with jax.debug_nans(True):

@@ -28,18 +28,18 @@ QUICK = ("gae", "effective_length", "grpo_advantages", "masked_mean", "ppo_loss"
 
 
 @pytest.mark.parametrize("name", full_but(functions(), *QUICK))
-def test_the_result_of_nothing_is_empty_or_zero(name):
+def test_empty_arrays_give_empty_or_zero_results(name):
     sizes = ((0, 3), (2, 0))
-    found = jax.jit(lambda: [values(call(name, *size)) for size in sizes])()
-    chex.assert_tree_all_finite(found)
-    for (rows, _), numbers in zip(sizes, found, strict=True):
+    result = jax.jit(lambda: [values(call(name, *size)) for size in sizes])()
+    chex.assert_tree_all_finite(result)
+    for (rows, _), numbers in zip(sizes, result, strict=True):
         for number in numbers:
             if name not in OF_NUMBERS and not (rows and name in OF_LENGTHS):
                 assert not np.any(number)
 
 
 @pytest.mark.parametrize("name", [name for name in functions() if name.endswith("_loss")])
-def test_so_is_its_gradient(name):
+def test_empty_arrays_give_empty_gradients(name):
     arrays = arguments(name, 0, 3)
     carrier = "values" if name == "value_loss" else "logprobs"
     slope = jax.jit(jax.grad(lambda x: call(name, 0, 3, **{carrier: x})[0]))(arrays[carrier])
@@ -58,12 +58,12 @@ def test_so_is_its_gradient(name):
         lambda x: jrl.pass_at_k_exact_advantages(x[:, 0], jnp.zeros(0, int), k=2),
     ],
 )
-def test_other_ways_through_the_same_functions(estimate):
+def test_empty_arrays_with_other_settings(estimate):
     assert jax.jit(estimate)(jnp.ones((0, 3))).size == 0
 
 
 @pytest.mark.parametrize("mode", ["seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_aggregates_of_nothing(mode):
+def test_aggregate_of_empty_arrays_is_zero(mode):
     for shape in ((0, 3), (2, 0)):
         nothing = np.ones(shape, np.float32)
         assert jitted.aggregate(nothing, nothing, mode=mode, max_length=4) == 0

@@ -51,7 +51,7 @@ SHAPES = [(4, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((8
 @pytest.mark.parametrize("mode", full_but(get_args(jrl.Aggregation), *QUICK))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("loss", "argument"), [(ppo, "logprobs"), (value, "values")])
-def test_losses_and_gradients_equal_those_of_one_device(mode, shape, loss, argument):
+def test_losses_on_a_mesh_equal_one_device(mode, shape, loss, argument):
     # The second mesh axis cuts rows along time, so that no device sees a whole sequence.
     mesh = jax.make_mesh(shape, ("data", "context"), axis_types=(AxisType.Auto,) * 2)
     axes = ("data", "context")
@@ -61,7 +61,7 @@ def test_losses_and_gradients_equal_those_of_one_device(mode, shape, loss, argum
         counts = {"num_tokens": b["mask"].sum(), "num_sequences": b["mask"].any(axis=1).sum()}
         of_all = functools.partial(loss, aggregation=mode)
         step = jax.jit(jax.value_and_grad(of_all, argnums=(0, 1), has_aux=True))
-        whole = step(theta, b[argument], b)
+        full = step(theta, b[argument], b)
 
         def local(theta, mine, b, counts):
             (part, metrics), (shared, own) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
@@ -88,8 +88,8 @@ def test_losses_and_gradients_equal_those_of_one_device(mode, shape, loss, argum
         )
         cut = parallel(theta, b[argument], b, counts)
         # Sums of a hundred float64 in another order.
-        chex.assert_trees_all_close(cut, whole, rtol=1e-11)
-        assert np.any(whole[1][0]) and np.any(whole[1][1])
+        chex.assert_trees_all_close(cut, full, rtol=1e-11)
+        assert np.any(full[1][0]) and np.any(full[1][1])
 
 
 @pytest.mark.parametrize("mode", full_but(get_args(jrl.Aggregation), "token-mean"))
@@ -112,14 +112,14 @@ def test_aggregate_inside_and_outside_the_gradient(mode):
 
         rows = P("data")
         cut = jax.shard_map(local, mesh=mesh, in_specs=(rows, rows, P(), P()), out_specs=P())
-        whole = lambda x: jrl.aggregate(x**2, b["mask"], mode, max_length=11)  # noqa: E731 - the twin of `cut`
+        full = lambda x: jrl.aggregate(x**2, b["mask"], mode, max_length=11)  # noqa: E731 - the twin of `cut`
         actual = jax.jit(jax.value_and_grad(cut))(b["per_token"], b["mask"], *counts)
-        expected = jax.jit(jax.value_and_grad(whole))(b["per_token"])
+        expected = jax.jit(jax.value_and_grad(full))(b["per_token"])
         chex.assert_trees_all_close(actual, expected, rtol=1e-12)
 
 
 @pytest.mark.slow
-def test_estimators_of_rows_work_on_a_part_of_the_rows():
+def test_row_estimators_on_parts_of_rows():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     b = {name: x for name, x in batch().items() if x.ndim > 1}
     b["mask"] = b["mask"].astype(np.int32)

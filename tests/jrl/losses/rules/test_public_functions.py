@@ -1,4 +1,4 @@
-"""What `import jrl` brings: the public names, their documentation, and nothing heavier than jax."""
+"""Public names of `import jrl`: documentation, defaults, and no import heavier than jax."""
 
 import doctest
 import importlib
@@ -8,8 +8,10 @@ import subprocess
 import sys
 import typing
 
+import contract_calls
 import pytest
 from tiers import full_but
+from vectors.tables import ROWS
 
 import jrl
 import jrl.losses
@@ -18,7 +20,7 @@ MODULES = [m.name for m in pkgutil.walk_packages(jrl.losses.__path__, "jrl.losse
 
 
 def run(program: str) -> str:
-    """What a fresh interpreter prints, one without the run-time types of the test suite."""
+    """Output of a fresh interpreter, which checks no types at run time."""
     finished = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
@@ -33,7 +35,7 @@ def test_importing_loads_nothing_heavier_than_jax():
     assert run(program).strip() == "[]"
 
 
-def test_both_packages_list_the_same_names_and_have_them():
+def test_public_names_of_both_packages_agree():
     assert jrl.__all__ == jrl.losses.__all__
     assert len(set(jrl.__all__)) == len(jrl.__all__)
     for name in jrl.__all__:
@@ -41,7 +43,7 @@ def test_both_packages_list_the_same_names_and_have_them():
 
 
 @pytest.mark.parametrize("name", jrl.__all__)
-def test_every_public_name_is_documented(name):
+def test_public_names_are_documented(name):
     thing = getattr(jrl, name)
     if typing.get_origin(thing) is typing.Literal:
         return  # A set of strings; the function that takes it has them in a table.
@@ -53,20 +55,29 @@ def test_every_public_name_is_documented(name):
         assert not missing
 
 
-def test_every_choice_of_a_string_is_in_a_table():
-    for choices, function in (
+@pytest.mark.parametrize(
+    ("choices", "function"),
+    [
         (jrl.Aggregation, jrl.aggregate),
         (jrl.KLEstimator, jrl.kl_estimate),
-    ):
-        for choice in typing.get_args(choices):
-            assert f"``{choice}``" in (inspect.getdoc(function) or "")
+        (jrl.EntropySign, jrl.entropy_signal),
+        (jrl.ProbabilityDistance, jrl.dppo_loss),
+        (jrl.WeightLevel, jrl.mismatch_weights),
+        (jrl.WeightMean, jrl.normalized_weights),
+        (jrl.RejectionKind, jrl.divergence_rejection_mask),
+        (jrl.RejectionOver, jrl.divergence_rejection_mask),
+    ],
+)
+def test_docstring_lists_every_choice(choices, function):
+    for choice in typing.get_args(choices):
+        assert f"``{choice}``" in (inspect.getdoc(function) or "")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", full_but(MODULES, "jrl.losses.reduction", "jrl.losses.policy.token_ratio")
 )
-def test_examples_are_true(name):
+def test_docstring_examples_are_true(name):
     module = importlib.import_module(name)
     failed, tried = doctest.testmod(module)
     assert not failed
@@ -82,61 +93,7 @@ def public(module):
 
 
 @pytest.mark.slow
-def test_errors_name_what_is_wrong_without_the_help_of_run_time_types():
-    program = """
-import jax.numpy as jnp, jrl
-full, short, rows = jnp.ones((2, 3)), jnp.ones((2, 1)), jnp.ones(2)
-for call in (
-    lambda: jrl.aggregate(full, short),
-    lambda: jrl.aggregate(full, full, "mean"),
-    lambda: jrl.ppo_loss(full, short, full, full),
-    lambda: jrl.value_loss(full, full, short, full),
-    lambda: jrl.gae(full, short, full),
-    lambda: jrl.gae(full, full, full, bootstrap_value=full),
-    lambda: jrl.whiten(full, short),
-    lambda: jrl.kl_estimate(full, short),
-    lambda: jrl.kl_estimate(full, full, short),
-    lambda: jrl.kl_estimate(full, full, kind="k4"),
-    lambda: jrl.grpo_advantages(rows, jnp.zeros(3, int)),
-    lambda: jrl.informative_groups(rows, jnp.zeros(3, int)),
-    lambda: jrl.explained_variance(full, short, full),
-    lambda: jrl.masked_mean(full, short),
-    lambda: jrl.positive_example_loss(full, rows, short),
-    lambda: jrl.conventions(like="rlax"),
-):
-    try:
-        call()
-    except ValueError as error:
-        print(error)
-    else:
-        print("accepted")
-"""
-    messages = run(program).splitlines()
-    expected = [
-        "per_token (2, 3), mask (2, 1)",
-        "mode='mean' is not an aggregation mode: choose one of token-mean, token-sum",
-        "logprobs (2, 3), old_logprobs (2, 1), mask (2, 3)",
-        "values (2, 3), old_values (2, 3), returns (2, 1), mask (2, 3)",
-        "rewards (2, 3), values (2, 1), mask (2, 3)",
-        "bootstrap_value has shape (2, 3), which does not broadcast to (2,)",
-        "x (2, 3), mask (2, 1)",
-        "logprobs (2, 3), reference_logprobs (2, 1)",
-        "logprobs (2, 3), mask (2, 1)",
-        "kind='k4' is not an estimator of KL: choose one of k1, k2, k3",
-        "rewards (2,), groups (3,)",
-        "scores (2,), groups (3,)",
-        "values (2, 3), returns (2, 1), mask (2, 3)",
-        "x (2, 3), mask (2, 1)",
-        "logprobs (2, 3), mask (2, 1)",
-        "like='rlax' is not a library with conventions here: choose one of verl, trl, openrlhf",
-    ]
-    assert len(messages) == len(expected)
-    for message, part in zip(messages, expected, strict=True):
-        assert part in message
-
-
-@pytest.mark.slow
-def test_numpy_arrays_and_default_promotion_serve_as_well():
+def test_losses_accept_numpy_with_default_promotion():
     program = """
 import numpy as np, jrl
 x, mask = np.array([[0.5, -1.0, 2.0]], np.float64), np.array([[1, 0, 1]], np.int64)
@@ -146,3 +103,10 @@ jrl.value_loss(x, x, returns, mask, clip=0.5), jrl.grpo_advantages(x[0], np.arra
 print(loss.dtype, round(float(loss + advantages.sum() / 2), 6), metrics["ratio"].value())
 """
     assert run(program).strip() == "float32 0.0 1.0"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.function)
+def test_default_settings_are_the_table(row):
+    parameters = inspect.signature(contract_calls.public(row.function)).parameters.values()
+    inputs = {p.name: p.default for p in parameters if p.default not in (p.empty, None)}
+    assert inputs == row.defaults

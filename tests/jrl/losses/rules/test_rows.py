@@ -1,4 +1,4 @@
-"""What there is one of per row: its shape is checked, and a row without tokens is nobody's."""
+"""Arguments with one entry per row: their shapes, and rows without tokens."""
 
 import functools
 
@@ -29,7 +29,7 @@ PRESENT = np.array([0, 1, 3, 4, 5])
     ],
     ids=["token_level_group_average", "with fallback", "reinforce_plus_plus_baseline"],
 )
-def test_a_row_without_tokens_reaches_no_result(estimator):
+def test_empty_rows_reach_no_other_row(estimator):
     estimator = jax.jit(estimator)
     expected = estimator(REWARDS[PRESENT], GROUPS[PRESENT], MASK[PRESENT])
     assert np.any(expected[:2])
@@ -40,7 +40,7 @@ def test_a_row_without_tokens_reaches_no_result(estimator):
         np.testing.assert_allclose(result[PRESENT], expected, rtol=1e-6, atol=1e-6)
 
 
-def test_the_fallback_is_reached():
+def test_empty_rows_with_a_fallback_that_acts():
     # Without it the test above would not see what stands behind it.
     arrays = REWARDS, GROUPS, MASK
     plain, fallen = (jitted.token_level_group_average(*arrays, fallback=x) for x in (None, 1.5))
@@ -48,7 +48,7 @@ def test_the_fallback_is_reached():
 
 
 @pytest.mark.parametrize("value", [7.0, jnp.nan])
-def test_a_response_of_length_0_reaches_no_other_in_opo(value):
+def test_opo_ignores_responses_of_length_zero(value):
     lengths = MASK.sum(-1)
     opo = jax.jit(jrl.opo_advantages)
     result = opo(np.where(np.arange(6) == 2, value, REWARDS), GROUPS, lengths)
@@ -68,11 +68,11 @@ PER_RESPONSE = [
 
 
 @pytest.mark.parametrize(("name", "argument"), PER_RESPONSE)
-def test_one_number_per_response_is_not_one_per_token(name, argument):
-    given = arguments(name, ROWS, TIME)
+def test_row_arguments_refuse_one_number_per_token(name, argument):
+    inputs = arguments(name, ROWS, TIME)
     # All that are one per response, as of a caller who thinks in tokens.
     wide = np.ones((1, TIME))
-    wrong = {a: np.asarray(x)[:, None] * wide for a, x in given.items() if x.shape == (ROWS,)}
+    wrong = {a: np.asarray(x)[:, None] * wide for a, x in inputs.items() if x.shape == (ROWS,)}
     for changes in (wrong, {argument: wrong[argument]}):
         message = r"must be \[batch\], one number per response: "
         with pytest.raises(ValueError, match=message) as error:
@@ -83,7 +83,7 @@ def test_one_number_per_response_is_not_one_per_token(name, argument):
 
 
 @pytest.mark.parametrize("name", sorted(OF_RESPONSES))
-def test_a_single_number_is_not_a_batch(name):
+def test_rewards_refuse_a_scalar(name):
     with pytest.raises(ValueError, match=r"rewards has shape \(\).*give rewards\[None\]"):
         call(name, ROWS, TIME, rewards=jnp.float32(1))
 
@@ -98,7 +98,7 @@ def test_a_single_number_is_not_a_batch(name):
         ("reinforce_plus_plus_baseline_advantages", "mask", "mask"),
     ],
 )
-def test_one_entry_per_row(name, argument, of):
+def test_row_arguments_need_one_entry_per_row(name, argument, of):
     for shape in ((ROWS, TIME), (ROWS, 1), (1,), (), (TIME,)):
         if argument == "mask" and shape[:1] == (ROWS,):
             continue  # Those are masks.
@@ -108,7 +108,7 @@ def test_one_entry_per_row(name, argument, of):
         assert "\n" not in str(error.value)
 
 
-def test_several_rewards_are_columns():
+def test_gdpo_rewards_are_columns():
     with pytest.raises(ValueError, match=r"rewards has shape \(4,\).*\[batch, component\]"):
         call("gdpo_advantages", ROWS, TIME, rewards=jnp.ones(ROWS))
     with pytest.raises(ValueError, match=r"groups has shape \(3,\).*each row of rewards \(4, 2\)"):

@@ -1,6 +1,7 @@
-"""Settings: numbers of any library, refused in one line where they make no sense, and traced."""
+"""Settings: numbers of any library, refusals of one line, traced values, misspelled keywords."""
 
 import inspect
+from functools import partial
 
 import chex
 import jax
@@ -54,15 +55,15 @@ def settings_of(name):
     }
     if "denominators" in inspect.signature(functions()[name]).parameters:
         keywords |= dict.fromkeys(("num_tokens", "num_sequences"))
-    found = {}
+    result = {}
     for setting, default in keywords.items():
         value = REQUIRED.get(name, {}).get(setting, default)
         value = OPTIONAL.get(setting) if value is None else value
         if setting == "alpha" and name == "gpg_advantages":
             value = 1.5
         if type(value) in (int, float) and setting not in MEASURED:
-            found[setting] = value
-    return found
+            result[setting] = value
+    return result
 
 
 NAMES = [name for name in functions() if settings_of(name)]
@@ -78,7 +79,7 @@ def refused(name, **changes):
 
 
 def program(name, arrays, settings):
-    """What is computed, as text: equal programs have equal results, to the last bit."""
+    """The computation as text: equal programs have equal results, to the last bit."""
 
     def of(arrays):
         return call(name, **arrays, **settings)
@@ -87,33 +88,33 @@ def program(name, arrays, settings):
 
 
 @pytest.mark.parametrize("name", full_but(NAMES, *QUICK))
-def test_numbers_of_numpy_and_jax_serve_as_those_of_python(name):
-    given, of_python = {}, {}
+def test_settings_accept_numpy_and_jax_numbers(name):
+    inputs, of_python = {}, {}
     for n, (setting, value) in enumerate(settings_of(name).items()):
         if setting in DISCOUNTS:
             continue  # Those may be arrays, and stay what they are.
         kind = KINDS[n % 4] if type(value) is float else (np.int64, jnp.int32)[n % 2]
-        given[setting] = kind(value)
-        of_python[setting] = type(value)(given[setting])
+        inputs[setting] = kind(value)
+        of_python[setting] = type(value)(inputs[setting])
     arrays = arguments(name)
-    assert program(name, arrays, given) == program(name, arrays, of_python)
+    assert program(name, arrays, inputs) == program(name, arrays, of_python)
 
 
 @pytest.mark.parametrize("name", full_but(NAMES, *QUICK))
-def test_traced_settings_pass_where_nothing_is_decided_by_them(name):
+def test_settings_may_be_traced(name):
     arrays = arguments(name)
     traced = {s: x for s, x in settings_of(name).items() if s not in STATIC}
 
     def of(settings, arrays):
         return call(name, **arrays, **settings)
 
-    given = jax.eval_shape(of, traced, arrays)
+    inputs = jax.eval_shape(of, traced, arrays)
     known = jax.eval_shape(lambda arrays: of(traced, arrays), arrays)
-    chex.assert_trees_all_equal_shapes_and_dtypes(given, known)
+    chex.assert_trees_all_equal_shapes_and_dtypes(inputs, known)
 
 
 @pytest.mark.parametrize("name", full_but(NAMES, *QUICK))
-def test_what_is_no_number_is_refused_in_one_line(name):
+def test_settings_refuse_values_that_are_no_number(name):
     for setting in settings_of(name).keys() - SPREAD - UNREAD.get(name, set()):
         for wrong, message in (
             (np.array([0.5, 0.25, 1]), rf"{setting} (has shape \(3,\) and )?must be one "),
@@ -126,7 +127,7 @@ def test_what_is_no_number_is_refused_in_one_line(name):
 
 
 @pytest.mark.parametrize("name", full_but(NAMES, *QUICK))
-def test_what_cannot_be_negative_is_refused_in_one_line(name):
+def test_settings_refuse_negative_values(name):
     free = SIGNED.get(name, set()) | UNREAD.get(name, set()) | DISCOUNTS
     for setting in settings_of(name).keys() - free:
         for kind in (int, np.float32):
@@ -136,7 +137,7 @@ def test_what_cannot_be_negative_is_refused_in_one_line(name):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if DISCOUNTS & settings_of(name).keys()])
-def test_discounts_lie_between_0_and_1(name):
+def test_discounts_must_be_between_0_and_1(name):
     rule = r"^{}=\S+ must (lie in \[0, 1\]: beyond|be a number, or an array)"
     for setting in DISCOUNTS & settings_of(name).keys():
         for wrong in (-0.5, 2, np.float32(1.5), float("nan"), "much"):
@@ -146,13 +147,13 @@ def test_discounts_lie_between_0_and_1(name):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if STATIC & settings_of(name).keys()])
-def test_what_is_compiled_cannot_depend_on_a_traced_number(name):
+def test_static_settings_refuse_traced_numbers(name):
     for setting in STATIC & settings_of(name).keys():
         with pytest.raises(ValueError, match=rf"{setting} is traced.*static_argnames"):
             jax.eval_shape(lambda x, s=setting: call(name, **{s: x}), 2.0)
 
 
-def test_bounds_of_tokens_are_not_negative_either():
+def test_ppo_refuses_negative_bounds_per_token():
     wrong = jnp.array([[0.25, -0.5, 0.25]] * 2)
     with pytest.raises(ValueError, match=r"clip_low=-0\.5 is a distance and cannot be negative"):
         call("ppo_loss", clip_low=wrong)
@@ -164,12 +165,12 @@ def test_bounds_of_tokens_are_not_negative_either():
 
 
 @pytest.mark.parametrize("wrong", [(0.5, 0.25, 1.0), np.ones(3), np.ones((2, 2)), ()])
-def test_a_clip_is_one_distance_or_two(wrong):
+def test_value_clip_is_one_or_two_distances(wrong):
     with pytest.raises(ValueError, match=r"clip has shape .* and must be one distance, or two as"):
         call("value_loss", clip=wrong)
 
 
-def test_two_distances_in_every_form_are_the_same():
+def test_value_clip_accepts_lists_and_arrays():
     expected = values(call("value_loss", clip=(0.25, 0.5)))
     both = np.array([0.25, 0.5])
     for pair in (both.tolist(), both, jnp.asarray(both), (np.float32(0.25), 0.5)):
@@ -186,20 +187,53 @@ def test_two_distances_in_every_form_are_the_same():
         ("adaptive_entropy_coefficient", "entropy"),
     ],
 )
-def test_measured_numbers_have_no_axes(name, argument):
+def test_measured_settings_must_be_scalars(name, argument):
     with pytest.raises(ValueError, match=rf"{argument} has shape \(3,\) and must be one number"):
         call(name, **{argument: jnp.ones(3)})
 
 
-def test_a_setting_that_must_be_whole():
+def test_pass_at_k_refuses_fractions():
     for wrong in (2.5, np.float32(2.5)):
         with pytest.raises(ValueError, match=r"k=2\.5 must be a whole number"):
             call("pass_at_k_exact_advantages", k=wrong)
 
 
-def test_the_loss_of_a_row_as_its_own_denominator_is_refused():
+def test_num_tokens_must_be_a_scalar():
     mask = jnp.ones((2, 3))
     for name in ("aggregate", "ppo_loss", "value_loss"):
         with pytest.raises(ValueError, match=r"num_tokens has shape \(2,\) and must be one number"):
             call(name, mask=mask, num_tokens=mask.sum(-1))
         call(name, mask=mask, num_tokens=mask.sum())
+
+
+NEAR = {
+    "clip_hgh": "clip_high",
+    "num_token": "num_tokens",
+    "agregation": "aggregation",
+    "max_logratio": "max_log_ratio",
+    "importance_weight": "importance_weights",
+    "loss_mask": "mask",
+    "temperature": None,
+}
+LOSSES = [
+    name for name, f in functions().items() if "denominators" in inspect.signature(f).parameters
+]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_misspelled_keyword_names_the_nearest(name):
+    function = functions()[name]
+    takes = {*inspect.signature(function).parameters, "num_tokens"}
+    for inputs, meant in NEAR.items():
+        if meant is not None and meant not in takes:
+            continue
+        fix = f"did you mean '{meant}'\\?" if meant else "it takes .*num_sequences.*num_tokens"
+        named = rf"^{function.__name__}\(\) got an unexpected keyword '{inputs}': {fix}"
+        with pytest.raises(TypeError, match=named) as error:
+            jax.eval_shape(partial(call, name, **{inputs: 1}))
+        assert "aggregate(" not in str(error.value) and "\n" not in str(error.value)
+
+
+def test_misspelled_keywords_are_tried_on_all_losses():
+    assert {"ppo_loss", "value_loss", "gspo_loss", "hapo_loss", "gpg_loss"} <= set(LOSSES)
+    assert len(LOSSES) == 15

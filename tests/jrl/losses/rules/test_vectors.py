@@ -26,14 +26,14 @@ CASES = [(name, n) for name, document in DOCUMENTS.items() for n in range(len(do
 
 
 def has_a_twin(name, n):
-    """Whether the same loss is there per token, which says more than its mean."""
+    """True if the same loss is there per token."""
     cases = DOCUMENTS[name]["cases"]
     return f"{cases[n]['name']}, per token" in {case["name"] for case in cases}
 
 
 def is_another_reduction(name, n):
-    """Whether the same loss is there with the default reduction, beside which `aggregate` has
-    vectors of its own."""
+    """True if the same loss is there with the default reduction; `aggregate` has vectors of its
+    own."""
     mode, _, rest = DOCUMENTS[name]["cases"][n]["name"].partition(", ")
     return rest == "importance weights" and mode in REDUCED
 
@@ -42,30 +42,8 @@ def is_reduced(case):
     return has_a_twin(*case) or is_another_reduction(*case)
 
 
-# Examples of papers whose numbers other tests of this folder have written out, rows that share an
-# advantage, and what `test_ratio_losses.py` asks of every loss.
-EXAMPLES = (
-    *("SEQ-1", "ADV-1", "AGG-1", "CORR-1", "HAPO-1", "one advantage per row"),
-    *("ratios beyond the clamp", "equal policies"),
-)
-
-
-def is_written_out(case):
-    """Whether it is such an example, of settings that another case has as well."""
-    name, n = case
-    own = DOCUMENTS[name]["cases"][n]
-    others = [
-        other["name"]
-        for other in DOCUMENTS[name]["cases"]
-        if other["parameters"] == own["parameters"]
-        and other["inputs"].keys() == own["inputs"].keys()
-    ]
-    is_general = any(not other.startswith(EXAMPLES) for other in others)
-    return own["name"].startswith(EXAMPLES) and is_general
-
-
 REDUCED = {"token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"}
-GENERAL = [case for case in CASES if not is_reduced(case) and not is_written_out(case)]
+GENERAL = [case for case in CASES if not is_reduced(case)]
 
 
 def largest(name):
@@ -115,7 +93,7 @@ def settings(parameters, dtype):
 
 
 def results_of(returned, names):
-    """What a function returns under the names of the file, from a tuple, a record or a mapping."""
+    """Results of a function by the names of the file, from a tuple, a record or a mapping."""
     if isinstance(returned, jax.Array):
         returned = [returned]
     elif not isinstance(returned, tuple | dict):
@@ -127,7 +105,7 @@ def results_of(returned, names):
 
 
 def outcome(document, case, fixed, arguments, arrays):
-    """What the library returns, under the names of the file, and the gradients it lists."""
+    """Results of the library by the names of the file, and the gradients that the file lists."""
     function = public(document["function"])
     wanted = case.get("gradients", {})
 
@@ -153,19 +131,19 @@ def outcomes(name, tried):
     parameters = {n: settings(case["parameters"], dtype) for n, case in chosen.items()}
 
     def run(arrays):
-        found = {}
+        result = {}
         for n, case in chosen.items():
             # By position, since a mapping does not keep its order on the way into a program.
             inputs = dict(zip(case["inputs"], arrays[n][0], strict=True))
-            found[n] = outcome(document, case, parameters[n][0], inputs, arrays[n][1])
-        return found
+            result[n] = outcome(document, case, parameters[n][0], inputs, arrays[n][1])
+        return result
 
-    given = {
+    arguments = {
         n: ([array(x, dtype) for x in case["inputs"].values()], parameters[n][1])
         for n, case in chosen.items()
     }
     with jax.enable_x64(dtype == "float64"):
-        return jax.device_get(jax.jit(run, compiler_options=UNOPTIMISED)(given))
+        return jax.device_get(jax.jit(run, compiler_options=UNOPTIMISED)(arguments))
 
 
 def compare(actual, expected, rtol, atol, where):
@@ -182,19 +160,19 @@ def compare(actual, expected, rtol, atol, where):
 
 
 @cases("float64")
-def test_the_library_meets_the_vectors(name, number):
+def test_library_equals_largest_vectors(name, number):
     meet(name, number, "float64")
 
 
 @pytest.mark.slow
 @cases("float64, others")
-def test_the_library_meets_the_other_vectors(name, number):
+def test_library_equals_other_vectors(name, number):
     meet(name, number, "float64, others")
 
 
 @pytest.mark.slow
 @cases("float32")
-def test_the_library_meets_the_vectors_in_single_precision(name, number):
+def test_library_equals_vectors_in_single_precision(name, number):
     meet(name, number, "float32")
 
 
@@ -207,7 +185,7 @@ def meet(name, number, tried):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("vector", ROWS, ids=lambda vector: vector.function)
-def test_the_files_hold_what_the_oracles_say(vector):
+def test_vector_files_equal_the_oracles(vector):
     """From the inputs of the file, which are read and not made again: NumPy's logarithm has other
     last digits on a processor without AVX-512, and so may every number here that is compared."""
     written = json.loads(vector.path.read_text())
@@ -216,8 +194,8 @@ def test_the_files_hold_what_the_oracles_say(vector):
         compare_numbers(case["inputs"], plain(row.inputs))
         compare_numbers(case["parameters"], plain(row.parameters))
         inputs, parameters = numbers(case["inputs"]), numbers(case["parameters"])
-        given = {name: case[name] for name in ("name", "inputs", "parameters")}
-        compare_numbers(case, {**given, **vector.results(inputs, parameters)})
+        arguments = {name: case[name] for name in ("name", "inputs", "parameters")}
+        compare_numbers(case, {**arguments, **vector.results(inputs, parameters)})
 
 
 def compare_numbers(written, now):
@@ -241,7 +219,7 @@ PUBLISHED = [row for row in ROWS if not row.function.startswith("diagnostics.")]
 
 
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row.function)
-def test_the_docstring_has_the_source(row):
+def test_docstrings_link_the_source_of_vectors(row):
     text = inspect.getdoc(public(row.function)) or ""
     for other in re.findall(r"As for `(\w+)`", text):
         text += inspect.getdoc(public(other)) or ""
@@ -249,7 +227,7 @@ def test_the_docstring_has_the_source(row):
         assert f"https://arxiv.org/abs/{paper}" in text
 
 
-def test_each_file_belongs_to_a_table_and_each_name_is_public():
+def test_vector_files_tables_and_public_names_agree():
     assert {file.stem for file in FILES} == {row.function for row in ROWS}
     assert len({row.function for row in ROWS}) == len(ROWS)
     functions = {name for name in jrl.__all__ if inspect.isfunction(getattr(jrl, name))}

@@ -17,8 +17,8 @@ REWARDS = [
 
 
 def _terminal_reach(mask, lam, gamma=1.0, threshold=0.01):
-    found = slow.terminal_reach(mask, [lam] * len(mask), gamma, threshold)
-    return dict(zip(("share", "tokens", "horizon", "relative_horizon"), found, strict=True))
+    result = slow.terminal_reach(mask, [lam] * len(mask), gamma, threshold)
+    return dict(zip(("share", "tokens", "horizon", "relative_horizon"), result, strict=True))
 
 
 ROWS = [

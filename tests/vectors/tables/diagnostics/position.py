@@ -30,11 +30,11 @@ BIAS_1 = [[0.2, 0.15, 0.1, 0.05, 0.02]]
 
 
 def _spread(per_row, mask):
-    """What an oracle says of the true tokens, back in its place."""
-    out, found = [[0.0] * len(mask[0]) for _ in mask], iter(per_row)
+    """Results of an oracle for the true tokens, put back in their places."""
+    out, result = [[0.0] * len(mask[0]) for _ in mask], iter(per_row)
     for i, times in enumerate(oracles.rows(mask)):
         if times:
-            for t, value in zip(times, next(found), strict=True):
+            for t, value in zip(times, next(result), strict=True):
                 out[i][t] = value
     return out
 
@@ -55,8 +55,8 @@ def _relative_position(mask, num_bins=10):
 
 def _calibration(values, successes, mask, low=0.0, high=1.0, num_bins=10):
     per_row = [row[0] for row in successes]
-    found = slow.calibration(values, per_row, mask, low, high, num_bins)
-    return dict(zip(("brier", "ece", "predicted", "observed", "tokens"), found, strict=True))
+    result = slow.calibration(values, per_row, mask, low, high, num_bins)
+    return dict(zip(("brier", "ece", "predicted", "observed", "tokens"), result, strict=True))
 
 
 ROWS = [

@@ -25,7 +25,7 @@ TOKENS = {"logprobs": LOGPROBS, "old_logprobs": OLD, "advantages": ADVANTAGES, "
 
 
 def _loss(losses, slopes, acts, mask, aggregation):
-    """What a loss returns, from the losses of its tokens and which bounds act on them.
+    """Results of a loss, from the losses of its tokens and the bounds that act on them.
 
     Without an aggregation it is those losses as they are.
     """
