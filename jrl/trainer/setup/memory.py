@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.rollout.collection.collect import sampling_of
-from jrl.rollout.decoding.engine import MAX_PREFILL_TOKENS
 from jrl.rollout.decoding.expert_balancer import first_placement
+from jrl.rollout.decoding.sizes import ROLLOUTS
 from jrl.rollout.device_memory import device_memory, local_devices
 from jrl.rollout.packing import bin_length
 from jrl.trainer.learner.learner import abstract_state, keeps_masters
@@ -322,7 +322,7 @@ def _sampling_bytes(setup: Setup) -> dict[str, int]:
     # Logits, their noise and their probabilities, of rows that are sharded over tp.
     step = 3 * 4 * (slots // dp // tp) * model.vocab_size
     prompts = -(-min(slots, max(setup.recipe.prompts, MIN_PREFILL_PROMPTS)) // dp)
-    rows = max(1, min(prompts, MAX_PREFILL_TOKENS // max(setup.prompt_length, 1)))
+    rows = max(1, min(prompts, ROLLOUTS.prefill_tokens // max(setup.prompt_length, 1)))
     tokens = -(-rows * setup.prompt_length // tp)
     cache = cache_bytes(model, mesh, rows * dp, setup.prompt_length)
     return {"decoding and prefill": max(step, cache + _layer_bytes(setup, tokens, rows))}
