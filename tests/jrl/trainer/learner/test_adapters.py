@@ -23,7 +23,7 @@ from jrl.trainer.evaluation.saved_policy import load_model
 from jrl.trainer.learner.learner import split
 from jrl.trainer.learner.update import update
 from jrl.trainer.setup.network import network_of
-from jrl.trainer.state import abstract, init_adapters, init_state, reference_of
+from jrl.trainer.state import abstract, frozen_weights, init_adapters, init_state
 from moe import weights as moe_weights
 from moe.adapters import has_adapters, merge_adapters, without_adapters
 
@@ -63,8 +63,8 @@ def test_only_adapters_have_moments_and_nobody_has_a_second_copy_of_the_rest(dty
     assert bytes_of(critic.opt_state) - 2 * of_critic <= counters
     assert of_critic == learned + 4 * setup.model.d_model
     # The reference and the critic's trunk are the very arrays of the policy.
-    networks, reference = reference_of(setup.networks, state)
-    assert networks.policy.config == setup.model.without_adapters()
+    reference = frozen_weights(setup.networks, state, "reference")
+    assert setup.networks.frozen["reference"].config == setup.model.without_adapters()
     own = without_adapters(policy.weights)
     assert all(
         a is b for a, b in zip(jax.tree.leaves(reference), jax.tree.leaves(own), strict=True)

@@ -36,6 +36,7 @@ from jrl.trainer.state import abstract, init_adapters, init_state, init_weights,
 from moe import placement
 from moe.execution import Execution
 from moe.weights import Weight, shapes
+from sharding.planner.memory import memory as planned_memory
 
 TABLE = {
     "matrix": Weight("layer d_model head head_dim", "d_model"),

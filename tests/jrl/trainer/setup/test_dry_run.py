@@ -251,7 +251,7 @@ def test_memory_of_adapters_is_that_of_what_learns(dtype):
     assert needs["gradients"] < needs["weights"] / 2
     assert needs["rollout policy"] == weight_bytes(plain, mesh)
     assert not {"reference", "float32 masters", "critic's float32 masters"} & needs.keys()
-    shown = parameters(setup.model, setup.recipe)
+    shown = parameters(setup)
     number = weights.num_trained_parameters(setup.model)
     assert shown["of which learn"] == f"{number:,} in adapters, {readable_bytes(4 * number)}"
     assert shown["reference"] == "the policy without adapters"
@@ -297,10 +297,10 @@ def test_batch_arithmetic_of_dynamic_sampling_has_its_bound():
 
 def test_parameters_are_those_of_the_networks_in_use():
     plain = build_setup(RunConfig(), Grpo())
-    assert list(parameters(plain.model, plain.recipe)) == ["policy", "active params per token"]
+    assert list(parameters(plain)) == ["policy", "active params per token"]
     setup = with_critic_and_reference()
     state = abstract(setup.networks)
-    rows = parameters(setup.model, setup.recipe)
+    rows = parameters(setup)
 
     def numbers(tree):
         return f"{sum(leaf.size for leaf in jax.tree.leaves(tree)):,}"

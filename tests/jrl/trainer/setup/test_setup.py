@@ -152,7 +152,7 @@ def test_packing_on_a_pipeline_is_refused():
 
 def test_steps_that_need_the_one_before_are_not_sampled_ahead():
     setup = small_setup(run=small_run(max_staleness=1))
-    with pytest.raises(ValueError, match=r"max_staleness=1: in hapo the sampling temperature"):
+    with pytest.raises(ValueError, match=r"max_staleness=1: hapo samples at a temperature that"):
         replace(setup, recipe=small_recipe("hapo"))
 
     class InWindows(Grpo):
