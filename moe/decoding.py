@@ -25,7 +25,7 @@ from moe.cache import Cache, StepCore, StepTokens, cache_of, index_layer
 from moe.config import ModelConfig
 from moe.head import logits_of
 from moe.layers.block import block
-from moe.layers.depth import depth_of, is_stack, runs_of
+from moe.layers.depth import depth_of, is_stack, num_layers, runs_of
 from moe.model import embed
 from moe.ops.mask import Window
 from moe.ops.precision import rms_norm
@@ -184,7 +184,7 @@ def _run_groups(
 
     # The buffers are in the carry, and a layer writes its slice of them. As inputs and outputs per
     # iteration they would be copied completely.
-    periods = jnp.arange(run[0].norm.shape[0])
+    periods = jnp.arange(num_layers(run[0]))
     (x, buffers), choices = lax.scan(run_period, (x, buffers), (periods, run))
     expert_ids = [layer_ids for layer_ids in choices if layer_ids is not None]
     return x, buffers, layers_in_order(*expert_ids) if expert_ids else None

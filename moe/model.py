@@ -28,7 +28,7 @@ from moe.cache import Cache, cache_of, to_cache_layout
 from moe.config import ModelConfig
 from moe.head import logits_of, value_of
 from moe.layers.block import block
-from moe.layers.depth import is_scanned, period_of_stack, run_layers, select_attention
+from moe.layers.depth import is_scanned, num_layers, period_of_stack, run_layers, select_attention
 from moe.layers.two_batch_overlap import (
     Streams,
     join_streams,
@@ -238,35 +238,68 @@ def blocks(
       the rows, None without experts; and a list of the results of `collect_kv`, one per layer or,
       if the stack is scanned, per layer of a period, with a dimension of periods in front.
     """
-    execution, depth = config.execution, jax.tree.leaves(layers.norm)[0].shape[0]
+    depth, (first, present) = num_layers(layers), span
     # In a pipeline all chunks are alike in them (`moe.placement.check_delta_layers`).
     of_delta = tuple(layer for layer in delta_layers(config) if layer < depth)
-    first, present = span
-    static_first = first if isinstance(first, int) else None
-    period = period_of_stack(config, depth, static_first)
-    scanned = is_scanned(depth, execution, period)
-    normed = config.mla is not None or config.query_key_norm is not None
-    remat = partial(
-        rematerialise,
-        policy=execution.remat,
-        # A scan keeps its iterations apart by itself, but not the layers of one iteration.
-        in_scan=scanned and period == 1,
-        saved=SAVED_BEFORE_NORMS if normed else SAVED,
-    )
+    period = period_of_stack(config, depth, first if isinstance(first, int) else None)
+    scanned = is_scanned(depth, config.execution, period)
 
-    def run_layer(
-        layer_index: int | Int[Array, ""],
-        packed_streams: Sequence[PackedBatch],
-        cores: Sequence[CoreAttention | LatentCore | DeltaCore],
-        layer: Layer[Array],
-        streams: Streams,
-    ):
-        # Inside what is rematerialised: the whole layer lives while it runs, forward and backward.
-        layer = weights_of(layer)
-        if shard_dims is not None:
-            layer = unshard(
-                layer, select_attention(shard_dims, isinstance(layer.attention, DeltaNet))
-            )
+    def run_numbered(index: int | Int[Array, ""], like: int, layer: Layer[Array], streams: Streams):
+        layer_index = first + index
+        # Choices are recorded for the layers that have experts.
+        halves = [half.for_layer(layer_index - config.num_dense_layers) for half in packed.streams]
+        window = window_of_period(config, layer_index, first, range(like, depth, period))
+        cores = [
+            delta_core(half.mask, config)
+            if like in of_delta
+            else half.core_attention_of_layer(layer_index, window)
+            for half in halves
+        ]
+        run_layer = with_halves(block, halves, cores, collect_kv, config, mesh, layer_index)
+        run_layer = with_fsdp(run_layer, shard_dims)
+        # Layers are padded at the end of a stack: all of a scan are alike.
+        may_be_absent = present is not None and (scanned or index == depth - 1)
+        is_present = index < present if may_be_absent and present is not None else None
+        # A scan keeps its iterations apart by itself, but not the layers of one iteration.
+        run_layer = with_remat(run_layer, config, is_present, in_scan=scanned and period == 1)
+        return run_layer(layer, streams)
+
+    streams = split_streams(x, packed, mesh)
+    streams, outs = run_layers(run_numbered, layers, streams, config.execution, period, of_delta)
+    collected, cached_kv = ([out[entry] for out in outs] for entry in range(2))
+    stats = restore_choices_order(sums_over_layers(collected, scanned), packed, mesh)
+    return join_streams(streams), stats, cached_kv
+
+
+def window_of_period(
+    config: ModelConfig, layer_index: int | Int[Array, ""], first: int | Array, indices: range
+) -> Window:
+    """Window of a layer; `indices` are the layers of the stack at its offset in their periods."""
+    if isinstance(first, int):
+        windows = [window_of_layer(config, first + index) for index in indices]
+        if all(window == windows[0] for window in windows):
+            # Kernels take a window that is known at compile time.
+            return windows[0]
+    return window_of_layer(config, layer_index)
+
+
+RunLayer = Callable[[Layer[Array], Streams], tuple[Streams, Any]]
+"""Runs a layer: weights and residual streams to the streams after it, and its router statistics
+with what was collected of its keys and values."""
+
+
+def with_halves(
+    run_block: Callable[..., tuple[Array, RouterStatistics[Array] | None]],
+    halves: Sequence[PackedBatch],
+    cores: Sequence[CoreAttention | LatentCore | DeltaCore],
+    collect_kv: KVCollector | None,
+    config: ModelConfig,
+    mesh: FoldedMesh,
+    layer_index: int | Int[Array, ""],
+) -> RunLayer:
+    """Runs a block on the whole batch, or on two half-batches that overlap."""
+
+    def run_layer(layer: Layer[Array], streams: Streams):
         cached_kv: list[Any] = []
 
         def run_half(half: int, layer: Layer[Array], x: Array):
@@ -277,51 +310,56 @@ def blocks(
                     core = core.record_states(cached_kv.append)
                 else:
                     core = record_kv(core, collect_kv, cached_kv, config)
-            return block(layer, x, packed_streams[half], core, config, mesh, layer_index)
+            return run_block(layer, x, halves[half], core, config, mesh, layer_index)
 
         streams, stats = run_streams(run_half, layer, streams, config, mesh)
         return streams, (stats, cached_kv[0] if cached_kv else None)
 
-    def window_at(offset: int, layer_index: int | Int[Array, ""]) -> Window:
-        """Window of a layer at this offset in its period."""
-        if static_first is not None:
-            windows = [
-                window_of_layer(config, static_first + index)
-                for index in range(offset, depth, period)
-            ]
-            if all(window == windows[0] for window in windows):
-                # Kernels take a window that is known at compile time.
-                return windows[0]
-        return window_of_layer(config, layer_index)
+    return run_layer
 
-    def run_numbered(index: int | Int[Array, ""], like: int, layer: Layer[Array], streams: Streams):
-        layer_index = first + index
-        # Choices are recorded for the layers that have experts.
-        packed_streams = [
-            half.for_layer(layer_index - config.num_dense_layers) for half in packed.streams
-        ]
-        window = window_at(like, layer_index)
-        cores = [
-            delta_core(half.mask, config)
-            if like in of_delta
-            else half.core_attention_of_layer(layer_index, window)
-            for half in packed_streams
-        ]
-        run_one = partial(run_layer, layer_index, packed_streams, cores)
-        if present is None or not (scanned or index == depth - 1):
-            return remat(run_one)(layer, streams)
-        is_present = index < present
-        if execution.remat in UNSAVED:
-            after, outs = remat(run_one, present=is_present)(layer, streams)
-            return jax.tree.map(partial(jnp.where, is_present), after, streams), outs
+
+def with_fsdp(run_layer: RunLayer, shard_dims: Layer[ShardDim] | None) -> RunLayer:
+    """Unshards the weights of a layer before it runs; `shard_dims` as in `blocks`."""
+
+    def run_unsharded(layer: Layer[Array], streams: Streams):
+        layer = weights_of(layer)
+        if shard_dims is not None:
+            layer = unshard(
+                layer, select_attention(shard_dims, isinstance(layer.attention, DeltaNet))
+            )
+        return run_layer(layer, streams)
+
+    return run_unsharded
+
+
+def with_remat(
+    run_layer: RunLayer, config: ModelConfig, is_present: Array | None, *, in_scan: bool
+) -> RunLayer:
+    """Rematerialises a layer in the backward pass, its unsharded weights too.
+
+    Args:
+      is_present: whether the layer exists; an absent one leaves the streams as they are. None if it
+        does.
+      in_scan: true if each iteration of a scan is one layer.
+    """
+    normed = config.mla is not None or config.query_key_norm is not None
+    remat = partial(
+        rematerialise,
+        policy=config.execution.remat,
+        in_scan=in_scan,
+        saved=SAVED_BEFORE_NORMS if normed else SAVED,
+    )
+    if is_present is None:
+        return remat(run_layer)
+    if config.execution.remat not in UNSAVED:
         # Inside what is rematerialised, which saves its inputs and so no copies of the weights.
-        return remat(_run_if_present(is_present, run_one))(layer, streams)
+        return remat(_run_if_present(is_present, run_layer))
 
-    streams = split_streams(x, packed, mesh)
-    streams, outs = run_layers(run_numbered, layers, streams, execution, period, of_delta)
-    collected, cached_kv = ([out[entry] for out in outs] for entry in range(2))
-    stats = restore_choices_order(sums_over_layers(collected, scanned), packed, mesh)
-    return join_streams(streams), stats, cached_kv
+    def run_and_select(layer: Layer[Array], streams: Streams):
+        after, outs = remat(run_layer, present=is_present)(layer, streams)
+        return jax.tree.map(partial(jnp.where, is_present), after, streams), outs
+
+    return run_and_select
 
 
 def _run_if_present(is_present: Array, run_layer: Callable[..., Any]) -> Callable[..., Any]:

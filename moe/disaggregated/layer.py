@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
 from moe.attention.latent import LatentCore
-from moe.attention.layer import CoreAttention, attention
+from moe.attention.layer import CoreAttention, attention, norm_before
 from moe.config import ModelConfig
 from moe.disaggregated.m2n import Message
 from moe.disaggregated.placement import SlotTable, lookup_slots
@@ -27,7 +27,6 @@ from moe.experts.feed_forward import dense_term
 from moe.experts.permutation import permute_rows
 from moe.implementations import selected_implementation
 from moe.kernels.rows import combine
-from moe.ops.precision import rms_norm
 from moe.ops.sorting import take_rows
 from moe.router.layer import route
 from moe.tokens.packing import PackedBatch
@@ -204,7 +203,7 @@ def attend_and_route(
     positions = local_shard(packed.positions, mesh.cp)
     global_index = layer_index + config.num_dense_layers
     x = x + attention(layer.attention, x, positions, core, config, mesh, global_index)
-    h = rms_norm(x, layer.norm, config.norm_epsilon)
+    h = norm_before(x, layer.norm, config)
     routing, stats = route(layer.experts, h, packed, config, mesh)
     if choices is not None:
         assert stats.choices is not None

@@ -93,7 +93,7 @@ def run_layers(
     ) -> tuple[Carry, list[Any]]:
         (first, stack), outs = numbered, []
         # The layer types of the first layers repeat, period after period.
-        deltas = [layer for layer in delta_layers if layer < _depth_of(stack)]
+        deltas = [layer for layer in delta_layers if layer < num_layers(stack)]
         for position, layer in enumerate(_unstack_layers(stack, deltas)):
             carry, out = run_layer(first + position, position, layer, carry)
             outs.append(out)
@@ -103,7 +103,7 @@ def run_layers(
         index, layer = numbered
         return run_layer(index, 0, layer, carry)
 
-    depth = _depth_of(layers)
+    depth = num_layers(layers)
     if not is_scanned(depth, execution, period):
         return run_unrolled(carry, (0, layers))
     if period == 1:
@@ -116,7 +116,7 @@ def run_layers(
     return lax.scan(run_unrolled, carry, (starts, periods))
 
 
-def _depth_of(stack: Layer[Any]) -> int:
+def num_layers(stack: Layer[Any]) -> int:
     """Number of layers of a stack, whose weights may be arrays or `sharding.zero.Reduced`."""
     return jax.tree.leaves(stack.norm)[0].shape[0]
 
@@ -233,7 +233,7 @@ def runs_of(groups: Sequence[Layer[Leaf]], config: ModelConfig) -> list[tuple[La
 
 def depth_of(run: Sequence[Layer[Any]]) -> int:
     """Number of layers in a run of groups."""
-    return sum(group.norm.shape[0] if is_stack(group) else 1 for group in run)
+    return sum(num_layers(group) if is_stack(group) else 1 for group in run)
 
 
 def is_stack(group: Layer[Any]) -> bool:
