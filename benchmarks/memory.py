@@ -117,7 +117,7 @@ def child(out: str, limit: str, *words: str) -> int:
     if not cpu:
         measured = (jax.local_devices()[0].memory_stats() or {})["peak_bytes_in_use"]
     result = {"predicted": predicted.peak, "measured": measured, "phases": phases}
-    result |= {"peaks": predicted.peaks, "kept": predicted.kept, "buffers": predicted.phases}
+    result |= {"peaks": predicted.peaks, "kept": predicted.permanent, "buffers": predicted.phases}
     Path(out).write_text(json.dumps(result))
     return status
 

@@ -45,7 +45,7 @@ LIBRARY = {"adapters": "peft", "checkpoint": "transformers"}
 
 @dataclass(frozen=True)
 class CardSubject:
-    """What a card describes.
+    """Subject of a card.
 
     Attributes:
       kind: "adapters" or "checkpoint".
