@@ -39,7 +39,7 @@ INTERVAL = 0.05
 """Seconds between two readings of the resident set."""
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Predicted and measured peak memory of runs")
     parser.add_argument("cases", nargs="*", help=f"among {', '.join(CASES)}; none is all")
     parser.add_argument("--limit", type=float, help="GiB that a run's process may take")
@@ -54,7 +54,6 @@ def main() -> int:
         print(row(name, result), flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-    return 0
 
 
 def row(name: str, result: dict[str, Any]) -> str:
@@ -118,7 +117,7 @@ def child(out: str, limit: str, *words: str) -> int:
     if not cpu:
         measured = (jax.local_devices()[0].memory_stats() or {})["peak_bytes_in_use"]
     result = {"predicted": predicted.peak, "measured": measured, "phases": phases}
-    result |= {"peaks": predicted.peaks, "kept": predicted.kept, "buffers": predicted.phases}
+    result |= {"peaks": predicted.peaks, "kept": predicted.permanent, "buffers": predicted.phases}
     Path(out).write_text(json.dumps(result))
     return status
 
@@ -142,4 +141,7 @@ def watch(phases: dict[str, int]) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
         raise SystemExit(child(*sys.argv[2:]))
-    raise SystemExit(main())
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -69,9 +69,9 @@ def _help() -> str:
 
 def _print_completion(words: list[str]) -> int:
     if len(words) != 1 or words[0] not in SHELLS:
-        given = " ".join(words)
+        arguments_text = " ".join(words)
         print(
-            f"error: completion {given!r} must be one shell of {', '.join(SHELLS)}: "
+            f"error: completion {arguments_text!r} must be one shell of {', '.join(SHELLS)}: "
             'eval "$(jrl completion bash)"',
             file=sys.stderr,
         )

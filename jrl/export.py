@@ -109,8 +109,8 @@ def _export(options: ExportOptions, folder: RunFolder, run: RunConfig) -> None:
     import jax  # its devices are chosen by now
 
     from jrl.text.checkpoint_files import checkpoint_files
+    from jrl.trainer.evaluation.model_card import CARD, CardSubject, model_card
     from jrl.trainer.evaluation.saved_policy import load_model
-    from jrl.trainer.setup.model_card import CARD, CardSubject, model_card
     from jrl.trainer.setup.network import network_of
     from moe.huggingface import fold_embedding_scale, save
     from moe.huggingface.configuration import family_for

@@ -27,7 +27,7 @@ class ModelSettings:
     base_name: str | None = setting(None, changeable=True)
     """Name of the checkpoint for others, for example HuggingFaceTB/SmolLM2-135M-Instruct: adapters,
     exports and their model cards state it as their base. None is the name in its config.json or
-    GGUF metadata, or --model."""
+    GGUF metadata, or the name of the model as it was given."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of activations and weights. With bfloat16 the optimizer keeps float32 master weights,
     sharded over the devices that would replicate them (ZeRO). None is float32, or the checkpoint's

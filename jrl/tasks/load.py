@@ -294,13 +294,6 @@ class _Loader:
 
 def _kind_hint(path: Path) -> str:
     """Advice on naming a file or folder as a task."""
-    reader = {".csv": "read_csv", ".tsv": "read_table"}.get(path.suffix)
-    if reader is not None:
-        return (
-            "tables of text are not read. pandas converts them: "
-            f"pandas.{reader}({str(path)!r}).to_parquet('{path.stem}.parquet'), then "
-            f"parquet:{path.stem}.parquet"
-        )
     return f"give {path}:NAME" if path.suffix == ".py" else f"give {kind_of(path)}:{path}"
 
 

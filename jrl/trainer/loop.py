@@ -45,6 +45,7 @@ from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.runs.loggers import Logger
 from jrl.trainer.evaluation.evaluate import heldout_examples, heldout_metrics
+from jrl.trainer.evaluation.network_files import load_networks
 from jrl.trainer.learner.learner import Learner
 from jrl.trainer.outputs import (
     NUM_SHOWN,
@@ -58,7 +59,6 @@ from jrl.trainer.outputs import (
 from jrl.trainer.profiler import Profiler
 from jrl.trainer.setup.adapters import write_adapters
 from jrl.trainer.setup.elastic import restart_without
-from jrl.trainer.setup.network_files import load_networks
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.state import TrainState, init_adapters, init_state, init_weights, restore, save
 from jrl.trainer.step import SAMPLES_TIMING, RolloutStepResult, StepResult, train_step

@@ -160,14 +160,14 @@ def init_state(
         learners[CRITIC] = critic.init(trunk)
     learner = networks.policy.init(policy)
     # Copies, as the first update donates the policy's buffers.
-    copies = {role: copy_arrays(learner.weights) for role in networks.copied}
+    frozen_weights_stored = {role: copy_arrays(learner.weights) for role in networks.copied}
     frozen = {role: weights for role, weights in loaded.items() if role in networks.frozen}
     everywhere = replicated(mesh)
     ahead = None if networks.ahead_spec is None else networks.ahead_spec.empty()
     return TrainState(
         step=replicate(jnp.zeros((), jnp.int32), mesh),
         prompts_seen=replicate(jnp.asarray(prompts_seen, jnp.int32), mesh),
-        networks={POLICY: learner, **learners, **copies, **frozen},
+        networks={POLICY: learner, **learners, **frozen_weights_stored, **frozen},
         # In memory of their own, as a network's donated buffers are.
         algorithm=to_devices(to_host(init_algorithm(networks)), everywhere),
         ahead=None if ahead is None else to_devices(ahead, everywhere),
@@ -186,19 +186,19 @@ def abstract(networks: Networks) -> TrainState[Any]:
     into; without networks from files."""
     everywhere, count = replicated(networks.mesh), jax.ShapeDtypeStruct((), jnp.int32)
 
-    def place(tree: Any) -> Any:
+    def put(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: abstract_array(leaf, everywhere), tree)
 
     ahead, pool = networks.ahead_spec, networks.pool_spec
     return TrainState(
-        step=place(count),
-        prompts_seen=place(count),
+        step=put(count),
+        prompts_seen=put(count),
         networks={
             **{role: _abstract_learner(network) for role, network in networks.trained.items()},
             **{role: _abstract_weights(each) for role, each in networks.copied.items()},
         },
-        algorithm=place(init_algorithm(networks)),
-        ahead=None if ahead is None else place(ahead.empty()),
+        algorithm=put(init_algorithm(networks)),
+        ahead=None if ahead is None else put(ahead.empty()),
         pool=None if pool is None else abstract_pool(*pool),
     )
 

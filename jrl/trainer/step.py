@@ -296,14 +296,14 @@ def _score_frozen(
     scorer = network.scorer
     # Nothing is replayed: it is another network with its own routing.
     rows = Batch(batch.tokens, batch.valid, batch.mask)
-    has_own_mesh = scorer.mesh != networks.mesh
-    if has_own_mesh:
+    has_other_mesh = scorer.mesh != networks.mesh
+    if has_other_mesh:
         rows = jax.device_put(rows, over_rows(scorer.mesh))
     if networks.packs and scorer.mesh.layout.pp == 1 and networks.recipe.router_replay is None:
         logprobs, _ = packed_scores(scorer, weights, rows, network.bins)
     else:
         logprobs, _ = logprobs_of(scorer, weights, rows.tokens, rows.valid, None)
-    return jax.device_put(logprobs, over_rows(networks.mesh)) if has_own_mesh else logprobs
+    return jax.device_put(logprobs, over_rows(networks.mesh)) if has_other_mesh else logprobs
 
 
 def _check_recorded_choices(batch: Batch[Array], config: ModelConfig) -> None:

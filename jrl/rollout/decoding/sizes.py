@@ -184,7 +184,7 @@ class EnginePolicy:
         many, not in one of their own size. None runs as many at once as `prefill_tokens` allow.
       packs_prompts: true if prompts share the rows of a prefill.
       resizes_cache: true if the KV cache follows the longest row and each step reads all of it.
-        False if it has room for the longest row and a step reads as much as its rows need.
+        False if it has columns for the longest row and a step reads as much as its rows need.
       reproducible: true if samples depend on the requests only, bit for bit. False if they may
         depend on earlier requests too, for example through the placement of experts.
     """

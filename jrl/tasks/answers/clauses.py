@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from .denials import (
     MAX_CLAUSE,
-    announces_several,
+    announces_choice,
     is_bound_after,
     is_bound_before,
     is_correction,
@@ -185,7 +185,7 @@ class Clauses:
         while first and self._tokens[first - 1].kind != "stop" and begin - first < MAX_CLAUSE:
             first -= 1
         between = (word for word in gap if not is_unit(word))
-        return is_separator(between) and announces_several(self._words(first, begin))
+        return is_separator(between) and announces_choice(self._words(first, begin))
 
     def _is_corrected(self) -> bool:
         """True if the next number corrects this one: "The answer is 41. No, it's 42"."""

@@ -336,7 +336,7 @@ def is_retracted(words: Sequence[str]) -> bool:
     "that is wrong", "which is not it"."""
     rest = " ".join(words).replace("they are", "they is").replace("'s", " 's").split()
     words = tuple(rest)
-    if is_taken_back(words):
+    if is_withdrawn(words):
         return True
     if rest[:1] in (["no"], ["nope"], ["not"], ["wrong"], ["incorrect"], ["false"], ["never"]):
         return len(rest) == 1 or rest[1] in _words("really wait sorry at answer no that")
@@ -431,12 +431,12 @@ def is_separator(between: Iterable[str]) -> bool:
     return _SEPARATORS.issuperset(between)
 
 
-def announces_several(before: Iterable[str]) -> bool:
+def announces_choice(before: Iterable[str]) -> bool:
     """True if the words before the first of two candidates announce a choice: "either"."""
     return bool(_LEAD.search(" ".join(before)))
 
 
-def is_taken_back(behind: Iterable[str]) -> bool:
+def is_withdrawn(behind: Iterable[str]) -> bool:
     """True if the words behind an answer take it back: "Ignore that.", "I made a mistake."."""
     return bool(_RETRACTION.search(" ".join(list(behind)[:MAX_WORDS])))
 
@@ -460,9 +460,9 @@ def is_hedged(before: str, behind: str) -> bool:
     near = ahead[max(commas[-1] if commas else 0, len(ahead) - _NEAR) :]
     if offers_another(near) and len(ahead) > 1:
         return True
-    if offers_another(follows[:_NEAR]) or is_taken_back(follows):
+    if offers_another(follows[:_NEAR]) or is_withdrawn(follows):
         return True
-    return follows[:1] in ([","], ["and"], [";"], ["?"], ["/"]) and announces_several(ahead)
+    return follows[:1] in ([","], ["and"], [";"], ["?"], ["/"]) and announces_choice(ahead)
 
 
 def is_list(text: str) -> bool:
@@ -476,7 +476,7 @@ def is_hedged_formula(text: str) -> bool:
     if not formulas:
         return False
     last = formulas[-1]
-    if is_taken_back(words_of(text[last.end() :])):
+    if is_withdrawn(words_of(text[last.end() :])):
         return True
     if len(formulas) == 1:
         return False
@@ -485,4 +485,4 @@ def is_hedged_formula(text: str) -> bool:
     lead = words_of(re.split(r"[.!]\s|\n", text[: before.start()])[-1])
     is_short = is_separator(gap)
     behind = words_of(text[last.end() :])[:_NEAR]
-    return offers_another(gap) or ((is_short or offers_another(behind)) and announces_several(lead))
+    return offers_another(gap) or ((is_short or offers_another(behind)) and announces_choice(lead))

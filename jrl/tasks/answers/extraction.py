@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .denials import is_judged_wrong, is_taken_back, is_verdict, words_of
+from .denials import is_judged_wrong, is_verdict, is_withdrawn, words_of
 from .reasoning import BLANKS, after_reasoning
 
 UNREADABLE = "\ufffd"
@@ -119,7 +119,7 @@ def _is_withdrawn(text: str, begin: int, end: int) -> bool:
         return True
     clause = _CLAUSE.match(behind)
     words = re.findall(r"[\w']+", clause[1].lower().replace("\u2019", "'")) if clause else []
-    if is_taken_back(words_of(behind)):
+    if is_withdrawn(words_of(behind)):
         return True
     return bool(words) and is_verdict(words[0]) and is_judged_wrong(words, is_bare=False)
 

@@ -149,13 +149,15 @@ def states_reference(reference: str, text: str, *, marked: bool) -> bool | None:
 
 def _is_hedged(wanted: str, text: str) -> bool:
     """True if another answer is offered beside the last place that names the wanted one."""
-    places = list(re.finditer(rf"(?<![\w'-]){re.escape(wanted)}(?![\w'-])", text, re.IGNORECASE))
-    if not places:
+    occurrences = list(
+        re.finditer(rf"(?<![\w'-]){re.escape(wanted)}(?![\w'-])", text, re.IGNORECASE)
+    )
+    if not occurrences:
         return False
-    before = text[: places[-1].start()]
+    before = text[: occurrences[-1].start()]
     if wanted in _OPPOSITES:
         before = before.replace("?", ".")  # Is it yes? No.
-    return is_hedged(before, text[places[-1].end() :])
+    return is_hedged(before, text[occurrences[-1].end() :])
 
 
 def _claims(text: str, anchor: re.Pattern[str]) -> Iterator[tuple[str, str]]:

@@ -97,13 +97,13 @@ def find_prompt(record: Any, fields: Fields | None, location: str) -> Fields:
         return fields
     if any(get_field(record, name) is not None for name in others):
         return fields
-    found = [n for n in PROMPT_NAMES if n != fields.answer and get_field(record, n) is not None]
-    if len(found) > 1:
+    present = [n for n in PROMPT_NAMES if n != fields.answer and get_field(record, n) is not None]
+    if len(present) > 1:
         raise ValueError(
-            f"{location}: has {' and '.join(map(short, found))}, and a prompt is one field: name "
+            f"{location}: has {' and '.join(map(short, present))}, and a prompt is one field: name "
             "it with --prompt-field"
         )
-    return replace(fields, prompt=found[0]) if found else fields
+    return replace(fields, prompt=present[0]) if present else fields
 
 
 def require_field(

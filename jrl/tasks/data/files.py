@@ -75,8 +75,8 @@ def name_prompts(
     """The same records; meanwhile `names` receives the names of the prompts' fields that are read
     without a setting (`jrl.tasks.data.fields.find_prompt`)."""
     for location, record in records:
-        if (found := find_prompt(record, fields, location)) != (fields or Fields()):
-            names[found.prompt] = None
+        if (named := find_prompt(record, fields, location)) != (fields or Fields()):
+            names[named.prompt] = None
         yield location, record
 
 

@@ -78,7 +78,7 @@ def heldout_metrics(
     sampled, greedy = (decoding.wait() for decoding in decodings)
     return {
         **{f"val/{name}": value for name, value in _details(sampled, greedy).items()},
-        "val/prompts": len(examples),
+        "val/prompts": float(len(examples)),
         "val/accuracy/sampled": accuracy(sampled),
         "val/accuracy/greedy": accuracy(greedy),
         "val/score/sampled": float(np.mean(scores_of(sampled))),

@@ -13,7 +13,7 @@ from jrl.published.base_name import base_name, note_on_base
 from jrl.runs import records
 from jrl.runs.folder import RunFolder
 from jrl.text.checkpoint_files import checkpoint_files, read_object
-from jrl.trainer.setup.model_card import CARD, CardSubject, model_card
+from jrl.trainer.evaluation.model_card import CARD, CardSubject, model_card
 from jrl.trainer.setup.setup import Setup
 from moe import placement
 from moe.adapters import select_trained

@@ -1,5 +1,5 @@
 """Sizes of a run that fit the memory that is free: before anything compiles the predicted peak is
-compared, and slots, micro-batch, vocabulary chunk and response length that nobody set are
+compared, and slots, micro-batch, vocabulary chunk and response length without a setting are
 lowered."""
 
 from collections.abc import Callable, Iterator, Mapping
@@ -55,7 +55,7 @@ def fit(setup: Setup, recipe: Recipe, *, chooses: bool = True) -> Fit:
       ValueError: if it does not fit, with the numbers and the flags that would do.
     """
     free = free_bytes(setup)
-    # Choices leave room for what is not predicted; a run is refused for no more than it needs.
+    # Choices leave a margin for what is not predicted; a run is refused for no more than it needs.
     budget = MEMORY_FRACTION * free if free is not None else None
     needed = run_memory(setup)
     if free is None or budget is None or needed.peak <= budget:
@@ -197,7 +197,7 @@ def with_sizes(setup: Setup, recipe: Recipe, sizes: Mapping[str, int]) -> Setup:
 
 def _refusal(setup: Setup, recipe: Recipe, needed: RunMemory, free: int) -> str:
     """Text of the error of a run that does not fit."""
-    rows = {**needed.kept, **needed.phases[needed.largest]}
+    rows = {**needed.permanent, **needed.phases[needed.largest]}
     largest = sorted(rows, key=lambda name: -rows[name])[:3]
     parts = ", ".join(f"{name} {_size(rows[name])}" for name in largest)
     text = (
@@ -216,5 +216,5 @@ def _flags(sizes: Mapping[str, int]) -> str:
     return " ".join(f"{flag(name)} {value}" for name, value in sizes.items())
 
 
-def _size(num_bytes: float) -> str:
+def _size(num_bytes: int | float) -> str:
     return f"{num_bytes / 2**30:.3g} GiB"

@@ -129,13 +129,13 @@ def memory(setup: Setup) -> dict[str, int]:
     rollout = rollout_memory(setup) if run.rollout_devices is None else {}
     rows: dict[str, int] = {}
     for role, (config, optimizer) in networks.items():
-        own = "" if role == POLICY else f"{role}'s "
+        prefix = "" if role == POLICY else f"{role}'s "
         # With adapters, the critic's base weights are the policy's.
-        is_shared = bool(own) and model.lora is not None
+        is_shared = bool(prefix) and model.lora is not None
         shared = weight_bytes(config, mesh, shards=fsdp, frozen=True) if is_shared else 0
-        rows[role if own else WEIGHTS] = weight_bytes(config, mesh, shards=fsdp) - shared
+        rows[role if prefix else WEIGHTS] = weight_bytes(config, mesh, shards=fsdp) - shared
         optimizer_bytes = _optimizer_bytes(optimizer, config, mesh)
-        rows |= {f"{own}{name}": size for name, size in optimizer_bytes.items()}
+        rows |= {f"{prefix}{name}": size for name, size in optimizer_bytes.items()}
     rows |= {
         # The base weights of adapters are the policy that training started from.
         **{
@@ -188,18 +188,18 @@ class RunMemory:
     """Predicted memory of a run on one device.
 
     Attributes:
-      kept: bytes of the buffers that are there in all phases, by kind.
+      permanent: bytes of the buffers that are there in all phases, by kind.
       phases: bytes of those that a phase needs in addition, by kind. Phases take turns.
     """
 
-    kept: Mapping[str, int]
+    permanent: Mapping[str, int]
     phases: Mapping[str, Mapping[str, int]]
 
     @property
     def peaks(self) -> dict[str, int]:
         """Bytes at the peak of each phase."""
-        kept = sum(self.kept.values())
-        return {name: kept + sum(rows.values()) for name, rows in self.phases.items()}
+        permanent = sum(self.permanent.values())
+        return {name: permanent + sum(rows.values()) for name, rows in self.phases.items()}
 
     @property
     def largest(self) -> str:
@@ -234,9 +234,9 @@ def run_memory(setup: Setup) -> RunMemory:
         phases["scoring"] = gathered | _scoring_bytes(setup, forward["scoring"])
     if "warm start" in forward:
         warm_start = replace(setup, model=setup.model.without_adapters())
-        whole = gradient_bytes(warm_start.model, mesh, cast_shapes(warm_start.model))
+        all_gradients = gradient_bytes(warm_start.model, mesh, cast_shapes(warm_start.model))
         passed = _update_bytes(warm_start, forward["warm start"], shares_prompts=False)
-        phases["warm start"] = {GRADIENTS: whole, **passed}
+        phases["warm start"] = {GRADIENTS: all_gradients, **passed}
     if mesh.platform == "cpu":
         rows["copy for a checkpoint"] = _checkpoint_bytes(setup)
         rows[PROCESS] = PROCESS_BYTES // max(len(local_devices(mesh)), 1)
@@ -336,9 +336,11 @@ def _checkpoint_bytes(setup: Setup) -> int:
         stored = select_trained(_local_bytes(shapes(config), mesh, specs), table(config))
         total += _total(stored)
         total += state_bytes(optimizer, config, mesh)
-    copies = [each for each in setup.frozen.values() if not each.from_file]
-    if copies and setup.model.lora is None:
-        total += sum(weight_bytes(each.config, each.mesh, shards=True) for each in copies)
+    frozen_weights_stored = [each for each in setup.frozen.values() if not each.from_file]
+    if frozen_weights_stored and setup.model.lora is None:
+        total += sum(
+            weight_bytes(each.config, each.mesh, shards=True) for each in frozen_weights_stored
+        )
     return total
 
 

@@ -47,6 +47,7 @@ from jrl.text.prompt_format import (
     with_template,
 )
 from jrl.text.tokenizer import Tokenizer
+from jrl.trainer.evaluation.network_files import NetworkFile, check_networks, open_network
 from jrl.trainer.learner.networks import Frozen, Networks, PoolSpec
 from jrl.trainer.learner.update import CriticObjective, Network, PolicyObjective
 from jrl.trainer.scoring import PromptLayout, Scorer
@@ -63,7 +64,6 @@ from jrl.trainer.setup.network import (
     network_of,
     with_dispatch,
 )
-from jrl.trainer.setup.network_files import NetworkFile, check_networks, open_network
 from jrl.trainer.state import Randomness
 from moe.architecture.feed_forward import can_drop
 from moe.config import PRESETS, ModelConfig, preset

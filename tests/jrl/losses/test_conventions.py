@@ -67,7 +67,7 @@ def settings_of_the_page(like):
     reduction = {
         "aggregation": cells["default aggregation"],
         "empty_rows": {"is not counted": "skip", "counts as a sequence": "count"}[
-            cells["a row without an unmasked token"]
+            cells["a row that is all masked"]
         ],
     }
     clip_low, clip_high = map(number, cells["clip"].split(" / "))

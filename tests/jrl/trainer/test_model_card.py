@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jrl.runs.folder import RunFolder
-from jrl.trainer.setup.model_card import CardSubject, model_card
+from jrl.trainer.evaluation.model_card import CardSubject, model_card
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 RUN = {"model": "hf:DIR", "task": "jsonl:a|b.jsonl", "steps": 9, "lora_rank": 8, "reward": []}

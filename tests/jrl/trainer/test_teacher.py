@@ -10,7 +10,7 @@ from jrl.recipes.load import load_recipe
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.records import read_object
 from jrl.train import main
-from jrl.trainer.setup.network_files import check_networks
+from jrl.trainer.evaluation.network_files import check_networks
 
 DISTILL = '''
 from dataclasses import dataclass

@@ -9,7 +9,7 @@ from importlib import import_module
 
 import pytest
 
-from jrl.tasks.answers.denials import is_list, is_taken_back, offers_another, words_of
+from jrl.tasks.answers.denials import is_list, is_withdrawn, offers_another, words_of
 from jrl.tasks.answers.verdict import Judge
 
 CANDIDATES = {
@@ -88,7 +88,7 @@ def test_offers_another_reads_the_words_between_two_candidates():
 
 
 def test_is_taken_back_reads_the_words_behind_an_answer():
-    assert is_taken_back(words_of(". Ignore that.")) and not is_taken_back(words_of(", I am sure."))
+    assert is_withdrawn(words_of(". Ignore that.")) and not is_withdrawn(words_of(", I am sure."))
 
 
 def test_is_list_needs_two_short_items_in_succession():

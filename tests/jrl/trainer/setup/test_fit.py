@@ -32,7 +32,7 @@ def setup():
 
 def without_process(setup):
     memory = run_memory(setup)
-    return memory, memory.kept["programs and libraries"]
+    return memory, memory.permanent["programs and libraries"]
 
 
 def test_fit_keeps_defaults_with_enough_memory(setup, free):
@@ -88,7 +88,7 @@ def test_phases_of_a_run_with_a_critic():
     setup = build_setup(RunConfig(), replace(Ppo(), kl_coef=0.1))
     memory = run_memory(setup)
     assert set(memory.phases) == {"sampling", "update", "scoring", "warm start"}
-    assert {"weights", "critic", "reference"} <= memory.kept.keys()
+    assert {"weights", "critic", "reference"} <= memory.permanent.keys()
     assert memory.peak == max(memory.peaks.values()) == memory.peaks[memory.largest]
 
 

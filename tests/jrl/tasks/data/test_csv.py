@@ -3,6 +3,7 @@
 import gzip
 
 import pytest
+from annotations import unchecked
 
 from jrl.tasks.data.chats import chat_of, load_chats
 from jrl.tasks.data.fields import Fields
@@ -108,6 +109,7 @@ def test_named_prompt_field_is_the_only_one():
         example_of({"question": "a", "answer": "1"}, "f:1", Fields(prompt="body"))
 
 
+@unchecked()  # lists of prompts, not tasks
 def test_a_line_says_from_which_field_prompts_are_read(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("question,answer\n2?,2\n3?,3\n4?,4\n")

@@ -45,7 +45,7 @@ LIBRARY = {"adapters": "peft", "checkpoint": "transformers"}
 
 @dataclass(frozen=True)
 class CardSubject:
-    """What a card describes.
+    """Subject of a card.
 
     Attributes:
       kind: "adapters" or "checkpoint".
@@ -61,7 +61,8 @@ class CardSubject:
 def model_card(folder: RunFolder, subject: CardSubject) -> str:
     """The text of README.md: base, data, reward, recipe, steps, accuracy, versions, loading."""
     config = folder.config()
-    run, metrics = config["run"], read_metrics(folder.metrics_path)
+    run, path = config["run"], folder.metrics_path
+    metrics = read_metrics(path) if path.exists() else []
     base, recipe = subject.base, str(config["recipe"])
     facts = {
         "base": base or f"the preset {run['model']}, with random weights",

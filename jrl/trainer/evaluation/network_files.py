@@ -101,7 +101,7 @@ def open_network(role: str, spec: NetworkSpec, tokenizer: Tokenizer) -> NetworkF
         from jrl.text.json_tokenizer import checkpoint_tokenizer  # needs an extra
 
         path, model = open_checkpoint(name)
-        own_tokenizer = checkpoint_tokenizer(path, model.vocab_size)
+        network_tokenizer = checkpoint_tokenizer(path, model.vocab_size)
     else:
         try:
             folder = RunFolder.read(name)
@@ -110,15 +110,15 @@ def open_network(role: str, spec: NetworkSpec, tokenizer: Tokenizer) -> NetworkF
                 f"the weights {name!r} of the {role} are neither a run folder nor a checkpoint: "
                 f"{error}"
             ) from error
-        run, own_tokenizer = run_of(folder), load_tokenizer(folder.tokenizer_path)
-        model = read_model_config(folder) or preset(run.model, own_tokenizer.vocab_size)
+        run, network_tokenizer = run_of(folder), load_tokenizer(folder.tokenizer_path)
+        model = read_model_config(folder) or preset(run.model, network_tokenizer.vocab_size)
         path, model = folder.path, network_of(model, run)
-    if own_tokenizer.vocabulary() != tokenizer.vocabulary():
+    if network_tokenizer.vocabulary() != tokenizer.vocabulary():
         raise ValueError(
             f"the {role} in {path} has another tokenizer than the policy, so that it would score "
             "other tokens than were sampled: choose a network with the tokenizer of the policy."
         )
-    plain = model.without_adapters().with_unused_ids(own_tokenizer.unused_ids)
+    plain = model.without_adapters().with_unused_ids(network_tokenizer.unused_ids)
     return NetworkFile(path.absolute(), plain, is_run, model.lora)
 
 
@@ -138,11 +138,11 @@ def check_networks(recipe: Recipe, response_length: int) -> None:
             problem = f"layout={spec.layout!r} is for frozen networks from files: leave it out"
         if problem is not None:
             raise ValueError(f"network {role!r} of recipe {recipe.name}: {problem}.")
-    taken = {POLICY, *RESERVED, *networks} & state.keys()
-    if taken:
+    conflicts = {POLICY, *RESERVED, *networks} & state.keys()
+    if conflicts:
         raise ValueError(
-            f"state of recipe {recipe.name}: {', '.join(sorted(taken))} is the name of something "
-            "else in the state of a run: choose another."
+            f"state of recipe {recipe.name}: {', '.join(sorted(conflicts))} is the name of "
+            "something else in the state of a run: choose another."
         )
 
 
