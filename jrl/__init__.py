@@ -8,8 +8,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jrl import losses as losses
+    from jrl import losses
     from jrl.losses import *  # noqa: F403 - one list of public names, kept there
+
+    __all__: list[str] = []
+    __all__ += losses.__all__
 
 
 def __getattr__(name: str) -> Any:

@@ -28,7 +28,7 @@ from moe.cache import Cache, cache_of, to_cache_layout
 from moe.config import ModelConfig
 from moe.head import logits_of, value_of
 from moe.layers.block import block
-from moe.layers.depth import is_scanned, num_layers, period_of_stack, run_layers, select_attention
+from moe.layers.depth import is_scanned, num_layers, period_of_stack, run_layers
 from moe.layers.two_batch_overlap import (
     Streams,
     join_streams,
@@ -37,22 +37,21 @@ from moe.layers.two_batch_overlap import (
     run_streams,
     split_streams,
 )
+from moe.layers.wrappers import RunLayer, with_fsdp, with_remat
 from moe.ops.mask import Window
 from moe.ops.precision import rms_norm
-from moe.remat import SAVED, SAVED_BEFORE_NORMS, UNSAVED, rematerialise
 from moe.router.statistics import RouterStatistics, overflow_of, sums_over_layers
 from moe.tokens.packing import PackedBatch, align_to_tokens, pack_rows
-from moe.weights import DeltaNet, Layer, Transformer
+from moe.weights import Layer, Transformer
 from sharding.collectives import (
     join_shards,
     local_shard,
     match_varying,
     scatter_tokens,
-    typed_zeros,
     vary,
 )
 from sharding.folding import FoldedMesh
-from sharding.zero import ShardDim, unshard, weights_of
+from sharding.zero import ShardDim
 
 Tokens = Int[Array, "batch time"]
 Valid = Bool[Array, "batch time"]
@@ -283,11 +282,6 @@ def window_of_period(
     return window_of_layer(config, layer_index)
 
 
-RunLayer = Callable[[Layer[Array], Streams], tuple[Streams, Any]]
-"""Runs a layer: weights and residual streams to the streams after it, and its router statistics
-with what was collected of its keys and values."""
-
-
 def with_halves(
     run_block: Callable[..., tuple[Array, RouterStatistics[Array] | None]],
     halves: Sequence[PackedBatch],
@@ -316,61 +310,6 @@ def with_halves(
         return streams, (stats, cached_kv[0] if cached_kv else None)
 
     return run_layer
-
-
-def with_fsdp(run_layer: RunLayer, shard_dims: Layer[ShardDim] | None) -> RunLayer:
-    """Unshards the weights of a layer before it runs; `shard_dims` as in `blocks`."""
-
-    def run_unsharded(layer: Layer[Array], streams: Streams):
-        layer = weights_of(layer)
-        if shard_dims is not None:
-            layer = unshard(
-                layer, select_attention(shard_dims, isinstance(layer.attention, DeltaNet))
-            )
-        return run_layer(layer, streams)
-
-    return run_unsharded
-
-
-def with_remat(
-    run_layer: RunLayer, config: ModelConfig, is_present: Array | None, *, in_scan: bool
-) -> RunLayer:
-    """Rematerialises a layer in the backward pass, its unsharded weights too.
-
-    Args:
-      is_present: whether the layer exists; an absent one leaves the streams as they are. None if it
-        does.
-      in_scan: true if each iteration of a scan is one layer.
-    """
-    normed = config.mla is not None or config.query_key_norm is not None
-    remat = partial(
-        rematerialise,
-        policy=config.execution.remat,
-        in_scan=in_scan,
-        saved=SAVED_BEFORE_NORMS if normed else SAVED,
-    )
-    if is_present is None:
-        return remat(run_layer)
-    if config.execution.remat not in UNSAVED:
-        # Inside what is rematerialised, which saves its inputs and so no copies of the weights.
-        return remat(_run_if_present(is_present, run_layer))
-
-    def run_and_select(layer: Layer[Array], streams: Streams):
-        after, outs = remat(run_layer, present=is_present)(layer, streams)
-        return jax.tree.map(partial(jnp.where, is_present), after, streams), outs
-
-    return run_and_select
-
-
-def _run_if_present(is_present: Array, run_layer: Callable[..., Any]) -> Callable[..., Any]:
-    """`run_layer` if the layer is present; otherwise the unchanged residual stream and sums of
-    zero."""
-
-    def skip(layer: Layer[Array], x: Streams) -> tuple[Streams, Any]:
-        _, out = jax.eval_shape(run_layer, layer, x)
-        return x, typed_zeros(out)
-
-    return lambda layer, x: lax.cond(is_present, run_layer, skip, layer, x)
 
 
 def record_kv(
