@@ -246,15 +246,19 @@ def blocks(
     def run_numbered(index: int | Int[Array, ""], like: int, layer: Layer[Array], streams: Streams):
         layer_index = first + index
         # Choices are recorded for the layers that have experts.
-        halves = [half.for_layer(layer_index - config.num_dense_layers) for half in packed.streams]
+        half_batches = [
+            half.for_layer(layer_index - config.num_dense_layers) for half in packed.streams
+        ]
         window = window_of_period(config, layer_index, first, range(like, depth, period))
         cores = [
             delta_core(half.mask, config)
             if like in of_delta
             else half.core_attention_of_layer(layer_index, window)
-            for half in halves
+            for half in half_batches
         ]
-        run_layer = with_halves(block, halves, cores, collect_kv, config, mesh, layer_index)
+        run_layer = with_half_batches(
+            block, half_batches, cores, collect_kv, config, mesh, layer_index
+        )
         run_layer = with_fsdp(run_layer, shard_dims)
         # Layers are padded at the end of a stack: all of a scan are alike.
         may_be_absent = present is not None and (scanned or index == depth - 1)
@@ -282,9 +286,9 @@ def window_of_period(
     return window_of_layer(config, layer_index)
 
 
-def with_halves(
+def with_half_batches(
     run_block: Callable[..., tuple[Array, RouterStatistics[Array] | None]],
-    halves: Sequence[PackedBatch],
+    half_batches: Sequence[PackedBatch],
     cores: Sequence[CoreAttention | LatentCore | DeltaCore],
     collect_kv: KVCollector | None,
     config: ModelConfig,
@@ -304,7 +308,7 @@ def with_halves(
                     core = core.record_states(cached_kv.append)
                 else:
                     core = record_kv(core, collect_kv, cached_kv, config)
-            return run_block(layer, x, halves[half], core, config, mesh, layer_index)
+            return run_block(layer, x, half_batches[half], core, config, mesh, layer_index)
 
         streams, stats = run_streams(run_half, layer, streams, config, mesh)
         return streams, (stats, cached_kv[0] if cached_kv else None)
