@@ -399,7 +399,13 @@ _OFFER = re.compile(
     r"|(?:is|are)(?: \S+)? (?:possible|likely|plausible)|so (?:is|does)"
     r"|(?:the|some|and|while|for|,) others?|, some|in the other|for some"
     r"|guess(?: \d)?(?= :|$)|(?:option|answer|candidate|choice) \d(?= :|$)"
-    r"|first (?:case|reading|guess)|i (?:mean|meant)|should be)(?=\s|$)"
+    r"|first (?:case|reading|guess)|i (?:mean|meant)|(?:it|that|this|answer) should be)(?=\s|$)"
+)
+# The sentence behind an answer offers another one, and does not merely go on: "Or is it 41?".
+_NEXT_OFFER = re.compile(
+    r"(?:or|maybe|perhaps|possibly)(?: \S+){1,4}$|alternatively ,? ?(?:it|the answer)\b"
+    r"|(?:it|that) (?:could|might|may) (?:also )?be (?!\w+ed\b|written)|(?:if|so) (?:not|is) \S+$"
+    r"|(?:another|second|alternative) (?:answer|guess|candidate)"
 )
 _LEAD = re.compile(
     r"(?:^|\s)(?:either|one of|any of|among|between|range|anywhere|possibilit\w+|possible|options"
@@ -408,10 +414,12 @@ _LEAD = re.compile(
 )
 _RETRACTION = re.compile(
     r"(?:^|\s)(?:made (?:a |an |some )?(?:mistake|error)|do(?:n't| not) think so|perhaps not"
-    r"|(?:scratch|strike|ignore|forget|disregard) (?:that|this)|never mind|i was wrong|sike"
-    r"|take (?:that|this|it) back|(?:just )?kidding|oops|my bad|contradict\w*|should be|actually no"
-    r"|(?:that|this|it) (?:can't|cannot|can not|couldn't) be|wait no|no wrong|falsely|no longer"
-    r"|if it were|(?:that|this|it) (?:is|was) (?:wrong|incorrect)|\[ wrong)(?=\s|$)|^but no$|^\?\?+"
+    r"|(?<!not )(?<!n't )(?<!never )(?:scratch|strike|ignore|forget|disregard) (?:that|this)"
+    r"|never mind(?! the| that| how)|i was wrong|sike|take (?:that|this|it) back|(?:just )?kidding"
+    r"|oops(?! is)|my bad|(?:that|this|it|which) contradicts|actually no|wait no|no wrong|falsely"
+    r"|(?:that|this|it) (?:can't|cannot|can not|couldn't) be(?= (?:right|correct|true|so|it)\b|$)"
+    r"|(?:that|this|it) (?:is|was) (?:wrong|incorrect)(?! to)|\[ wrong)(?=\s|$)|^but no$|^\?\?+"
+    r"|^no longer\b"
 )
 # Items of a list, or values on lines of their own: no line is the answer rather than another.
 MAX_LIST = 300
@@ -452,6 +460,16 @@ def words_of(text: str) -> list[str]:
     return _WORDS.findall(text.lower().replace("\u2019", "'"))
 
 
+def is_offered_behind(behind: str, near: int = _NEAR) -> bool:
+    """True if the text behind a candidate offers another one: within `near` words of its sentence,
+    or at the start of the next."""
+    sentence, *later = re.split(r"[.!](?:\s+|$)|\n+", behind, maxsplit=1)
+    if offers_another(words_of(sentence)[:near]):
+        return True
+    following = re.split(r"[.!](?:\s+|$)|\n+", later[0].lstrip(), maxsplit=1)[0] if later else ""
+    return bool(_NEXT_OFFER.match(" ".join(words_of(following))))
+
+
 def is_hedged(before: str, behind: str) -> bool:
     """True if the texts before and behind a candidate offer another one, or take it back."""
     ahead = words_of(re.split(r"[.!]\s|\n\s*\n", before)[-1])
@@ -460,7 +478,7 @@ def is_hedged(before: str, behind: str) -> bool:
     near = ahead[max(commas[-1] if commas else 0, len(ahead) - _NEAR) :]
     if offers_another(near) and len(ahead) > 1:
         return True
-    if offers_another(follows[:_NEAR]) or is_withdrawn(follows):
+    if is_offered_behind(behind) or is_withdrawn(follows):
         return True
     return follows[:1] in ([","], ["and"], [";"], ["?"], ["/"]) and announces_choice(ahead)
 
@@ -484,5 +502,5 @@ def is_hedged_formula(text: str) -> bool:
     gap = words_of(text[before.end() : last.start()])
     lead = words_of(re.split(r"[.!]\s|\n", text[: before.start()])[-1])
     is_short = is_separator(gap)
-    behind = words_of(text[last.end() :])[:_NEAR]
-    return offers_another(gap) or ((is_short or offers_another(behind)) and announces_choice(lead))
+    is_offered = is_offered_behind(text[last.end() :])
+    return offers_another(gap) or ((is_short or is_offered) and announces_choice(lead))

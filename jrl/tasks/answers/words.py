@@ -15,11 +15,10 @@ from .denials import (
     is_denied,
     is_hedged,
     is_judged_wrong,
+    is_offered_behind,
     is_part_before,
     is_retracted,
     last_clause,
-    offers_another,
-    words_of,
 )
 from .notation import DASH, plain_notation
 
@@ -189,7 +188,7 @@ def _denied(before: str) -> bool:
 def _goes_on(after: str) -> bool:
     """True if what follows an answer names another one, or takes it back."""
     after = after.lstrip(")]*'\"")
-    if _NEXT.match(after) or offers_another(words_of(after)[:3]):
+    if _NEXT.match(after) or is_offered_behind(after, near=3):
         return True
     clause, *later = re.split(r"[.,;:!?\n()]+|\b(?:because|since|as|for)\b", after, maxsplit=2)
     if is_judged_wrong(re.findall(r"[\w']+", clause.lower())):

@@ -94,3 +94,31 @@ def test_is_taken_back_reads_the_words_behind_an_answer():
 def test_is_list_needs_two_short_items_in_succession():
     assert is_list("- 3\n- 4") and is_list("1. red\n2. blue")
     assert not is_list("- 3") and not is_list("- 3 + 4 = 7\n- 7 + 1 = 8")
+
+
+CONTINUATIONS = """
+It should be noted that x is positive.|This should be enough.|This does not contradict the premise.
+It no longer depends on x.|Another method is to add the parts.|Another way is by symmetry.
+Do not forget this step.|Any questions?|If it were larger, the sum would not fit.
+It could be written as a fraction too.|The second case is similar.|Does this make sense?
+The first guess was too low.|For others, see the appendix.|While others count, we did not.
+It is possible to check this.|If this is unclear, ask.|There is no other possibility.
+The alternative would be too small.|Is this right? Yes.
+""".strip().replace("\n", "|")
+
+
+@pytest.mark.parametrize(
+    ("reference", "stated"),
+    [
+        ("42", "The answer is 42."),
+        ("42", r"\boxed{42}."),
+        ("Paris", "The answer is Paris."),
+        ("B", "The answer is B."),
+        (r"\frac{\pi}{7}", r"The answer is $\frac{\pi}{7}$."),
+    ],
+)
+def test_sentences_behind_an_answer_take_nothing_back(judge, reference, stated):
+    for sentence in CONTINUATIONS.split("|"):
+        for gap in (" ", "\n\n"):
+            completion = stated + gap + sentence
+            assert judge(reference, completion) == "correct", completion
