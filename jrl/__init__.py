@@ -19,9 +19,11 @@ def __getattr__(name: str) -> Any:
     """A public function, imported at its first use: the help of a command needs no JAX."""
     if name.startswith("__") and name != "__all__":  # Python asks for these of each module
         raise AttributeError(f"module 'jrl' has no attribute {name!r}")
-    losses = import_module("jrl.losses")
-    if name == "__all__" or name in losses.__all__:
-        return getattr(losses, name)
+    functions = import_module("jrl.losses")
+    if name == "losses":
+        return functions
+    if name == "__all__" or name in functions.__all__:
+        return getattr(functions, name)
     raise AttributeError(f"module 'jrl' has no attribute {name!r}")
 
 

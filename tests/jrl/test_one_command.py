@@ -60,6 +60,12 @@ def test_help_lists_commands_and_loads_no_jax():
     assert listed == {*COMMANDS, "completion"}
 
 
+def test_names_of_the_package_are_there_after_its_import_alone():
+    program = "import jrl; print(jrl.losses.gae is jrl.gae, 'gae' in dir(jrl))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "True True\n"
+
+
 @pytest.mark.parametrize("words", [[], ["tcsh"], ["bash", "zsh"]])
 def test_completion_of_no_or_another_shell_is_refused(words, capsys):
     assert main(["completion", *words]) == 2
