@@ -45,7 +45,7 @@ from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.runs.loggers import Logger
 from jrl.trainer.evaluation.evaluate import heldout_examples, heldout_metrics
-from jrl.trainer.evaluation.network_files import load_networks
+from jrl.trainer.evaluation.network_files import load_network_files
 from jrl.trainer.learner.learner import Learner
 from jrl.trainer.outputs import (
     NUM_SHOWN,
@@ -149,7 +149,7 @@ def train(
         )
         state, files = _restored_state(setup, folder, checkpoints)
         if state is None:
-            loaded, files = load_networks(networks, setup.network_files)
+            loaded, files = load_network_files(networks, setup.network_files)
             try:
                 state, metrics = _first_state(
                     setup, sampler, folder, weights, adapters, prompts_seen, stop, loaded
@@ -338,7 +338,9 @@ def _restored_state(
     if step is None:
         return None, {}
     meta = checkpoints.meta(step)
-    loaded, files = load_networks(setup.networks, setup.network_files, meta.get("networks", {}))
+    loaded, files = load_network_files(
+        setup.networks, setup.network_files, meta.get("networks", {})
+    )
     state = restore(checkpoints, setup.networks, step, loaded)
     provenance.rewind(setup.settings, setup.data, folder, step, meta)
     return state, files

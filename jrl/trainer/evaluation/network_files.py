@@ -146,7 +146,7 @@ def check_networks(recipe: Recipe, response_length: int) -> None:
         )
 
 
-def load_networks(
+def load_network_files(
     networks: Networks,
     files: Mapping[str, NetworkFile],
     saved: Mapping[str, Any] | None = None,
