@@ -191,12 +191,13 @@ def _fit(
 ) -> "tuple[Setup, TrainOptions]":
     """The run with sizes that fit the memory that is free, and its options, which record them;
     raises ValueError if none do."""
-    from jrl.trainer.setup.fit import fit
+    from jrl.trainer.setup.fit import fit, with_settings
 
     fitted = fit(setup, options.recipe, chooses=chooses)
     if fitted.line and is_main_process():
         print(fitted.line)
-    recipe, run = fitted.settings_of(options.recipe), fitted.settings_of(options.run)
+    recipe = with_settings(options.recipe, fitted.chosen)
+    run = with_settings(options.run, fitted.chosen)
     return fitted.setup, replace(options, recipe=recipe, run=run)
 
 

@@ -36,11 +36,6 @@ class Fit:
     chosen: Mapping[str, int]
     line: str = ""
 
-    def settings_of(self, record: Any) -> Any:
-        """Copy of the run's settings or of its recipe with the chosen ones."""
-        names = {item.name for item in fields(record)}
-        return replace(record, **{name: v for name, v in self.chosen.items() if name in names})
-
 
 def fit(setup: Setup, recipe: Recipe, *, chooses: bool = True) -> Fit:
     """Fits a run into the memory that its devices have free.
@@ -72,6 +67,13 @@ def fit(setup: Setup, recipe: Recipe, *, chooses: bool = True) -> Fit:
         f"{_size(free)} free, and the defaults need {_size(needed.peak)} ({needed.largest})"
     )
     return Fit(fitted, chosen, line)
+
+
+def with_settings(record: Any, chosen: Mapping[str, int]) -> Any:
+    """Copy of the run's settings, of its recipe or of its execution, with the chosen ones that it
+    has."""
+    names = {item.name for item in fields(record)}
+    return replace(record, **{name: value for name, value in chosen.items() if name in names})
 
 
 def free_bytes(setup: Setup) -> int | None:
@@ -185,10 +187,10 @@ def with_sizes(setup: Setup, recipe: Recipe, sizes: Mapping[str, int]) -> Setup:
     Raises:
       ValueError: if they are not valid for the run.
     """
-    run: RunConfig = Fit(setup, sizes).settings_of(setup.run)
+    run: RunConfig = with_settings(setup.run, sizes)
     response = sizes.get("response_length", setup.response_length)
-    model = replace(setup.model, execution=Fit(setup, sizes).settings_of(setup.model.execution))
-    fitted = Fit(setup, sizes).settings_of(recipe).fitted(response)
+    model = replace(setup.model, execution=with_settings(setup.model.execution, sizes))
+    fitted = with_settings(recipe, sizes).fitted(response)
     changed = replace(setup, run=run, recipe=fitted, model=model, response_length=response)
     changed = replace(changed, recipe=changed.geometry.with_micro_batch().recipe)
     changed.geometry.check()

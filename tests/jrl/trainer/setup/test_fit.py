@@ -8,7 +8,7 @@ from jrl.config.run import RunConfig
 from jrl.recipes import Grpo, Ppo
 from jrl.train import main
 from jrl.trainer.setup import fit as fitting
-from jrl.trainer.setup.fit import fit
+from jrl.trainer.setup.fit import fit, with_settings
 from jrl.trainer.setup.memory import run_memory
 from jrl.trainer.setup.setup import build_setup
 
@@ -58,7 +58,7 @@ def test_fit_lowers_what_the_peak_needs(setup, free, share):
         f"--{name.replace('_', '-')} {v}" in fitted.line for name, v in fitted.chosen.items()
     )
     # Recorded, the choices are the run's own: it is built again as it is.
-    run, recipe = fitted.settings_of(setup.run), fitted.settings_of(Grpo())
+    run, recipe = (with_settings(each, fitted.chosen) for each in (setup.run, Grpo()))
     again = build_setup(run, recipe)
     assert run_memory(again) == needed
     assert again.geometry.num_micro_batches == fitted.setup.geometry.num_micro_batches
