@@ -20,7 +20,7 @@ from moe import model
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.placement import in_chunks, specs
-from moe.remat import POLICIES, SAVED_BEFORE_NORMS, save_only_named
+from moe.remat import POLICIES, SAVED_BEFORE_NORMS, rematerialise, save_only_named
 from moe.router.balance import router_loss
 from moe.tokens.packing import pack_rows
 from sharding.collectives import all_sum, vary
@@ -292,4 +292,4 @@ def test_nothing_that_is_repeated_waits_for_the_gradient_when_compiled():
 
 def test_unknown_policies_are_refused():
     with pytest.raises(ValueError, match=r"execution.remat='some' is not known: use none, sel"):
-        model.rematerialise(loss, "some")
+        rematerialise(loss, "some")
