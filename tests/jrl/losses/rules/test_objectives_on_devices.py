@@ -112,7 +112,7 @@ def test_aggregate_inside_and_outside_the_gradient(mode):
 
         rows = P("data")
         cut = jax.shard_map(local, mesh=mesh, in_specs=(rows, rows, P(), P()), out_specs=P())
-        full = lambda x: jrl.aggregate(x**2, b["mask"], mode, max_length=11)  # noqa: E731 - the twin of `cut`
+        full = lambda x: jrl.aggregate(x**2, b["mask"], mode, max_length=11)  # noqa: E731 - a function, as `cut` is
         actual = jax.jit(jax.value_and_grad(cut))(b["per_token"], b["mask"], *counts)
         expected = jax.jit(jax.value_and_grad(full))(b["per_token"])
         chex.assert_trees_all_close(actual, expected, rtol=1e-12)
