@@ -12,7 +12,7 @@ HUB = "https://huggingface.co/"
 
 
 def base_name(stated: str | None, model: str, options: Mapping[str, Any]) -> str:
-    """The stated name, that of the checkpoint's own metadata, or how the user named it.
+    """The stated name, else the name in the checkpoint's metadata, else the user's name for it.
 
     Args:
       stated: ``--base-name``.
@@ -43,8 +43,8 @@ def note_on_base(name: str) -> str | None:
 
 
 def name_in_gguf(metadata: Mapping[str, Any]) -> str | None:
-    """The name of a GGUF file's model: its repository, that of the model it was quantised from, or
-    its title."""
+    """The name of a GGUF file's model: its repository, the repository of its base model, or its
+    title."""
     for key in ("general.source.huggingface.repository", "general.base_model.0.repo_url"):
         if value := metadata.get(key):
             return str(value).removeprefix(HUB).strip("/")

@@ -39,7 +39,7 @@ class NetworkFile:
       path: its folder.
       model: network config, without adapters.
       is_run: true for a run folder, false for a published checkpoint.
-      lora: adapters of the run's policy, which are merged; None if it has none.
+      lora: adapters of the run's policy, to be merged; None for a policy without adapters.
     """
 
     path: Path
@@ -48,10 +48,10 @@ class NetworkFile:
     lora: Lora | None = None
 
     def record(self, saved: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Path and hash for a checkpoint, of a run with the step of its policy.
+        """Path and hash for a checkpoint; for a run folder the step of its policy too.
 
         Args:
-          saved: record of an earlier start, whose step is taken; None takes the latest step.
+          saved: record of an earlier start, to load its step again; None takes the latest step.
 
         Raises:
           ValueError: if the files are not those of `saved`.

@@ -35,7 +35,7 @@ class Frozen:
 
     Attributes:
       scorer: the network on its mesh.
-      bins: of a micro-batch, where rows are packed.
+      bins: packed rows of a micro-batch (`jrl.rollout.packing`).
       from_file: true if its weights come from a file, and so are not in checkpoints; false for the
         policy that training started from.
     """
@@ -59,7 +59,7 @@ class Networks:
 
     Attributes:
       trained: networks with an optimizer: the policy, and the critic if there is one.
-      frozen: the others.
+      frozen: networks that score completions and are not updated.
       packs: true if updates run packed rows (`jrl.rollout.packing`).
       ahead_spec: sizes of the buffer of asynchronous rollouts; None without these.
       pool_spec: of an engine whose rows in flight keep their KV cache, None where that is
