@@ -160,14 +160,14 @@ def init_state(
         learners[CRITIC] = critic.init(trunk)
     learner = networks.policy.init(policy)
     # Copies, as the first update donates the policy's buffers.
-    frozen_weights_stored = {role: copy_arrays(learner.weights) for role in networks.copied}
+    policy_snapshots = {role: copy_arrays(learner.weights) for role in networks.copied}
     frozen = {role: weights for role, weights in loaded.items() if role in networks.frozen}
     everywhere = replicated(mesh)
     ahead = None if networks.ahead_spec is None else networks.ahead_spec.empty()
     return TrainState(
         step=replicate(jnp.zeros((), jnp.int32), mesh),
         prompts_seen=replicate(jnp.asarray(prompts_seen, jnp.int32), mesh),
-        networks={POLICY: learner, **learners, **frozen_weights_stored, **frozen},
+        networks={POLICY: learner, **learners, **policy_snapshots, **frozen},
         # In memory of their own, as a network's donated buffers are.
         algorithm=to_devices(to_host(init_algorithm(networks)), everywhere),
         ahead=None if ahead is None else to_devices(ahead, everywhere),

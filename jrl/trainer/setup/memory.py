@@ -336,11 +336,9 @@ def _checkpoint_bytes(setup: Setup) -> int:
         stored = select_trained(_local_bytes(shapes(config), mesh, specs), table(config))
         total += _total(stored)
         total += state_bytes(optimizer, config, mesh)
-    frozen_weights_stored = [each for each in setup.frozen.values() if not each.from_file]
-    if frozen_weights_stored and setup.model.lora is None:
-        total += sum(
-            weight_bytes(each.config, each.mesh, shards=True) for each in frozen_weights_stored
-        )
+    policy_snapshots = [each for each in setup.frozen.values() if not each.from_file]
+    if policy_snapshots and setup.model.lora is None:
+        total += sum(weight_bytes(each.config, each.mesh, shards=True) for each in policy_snapshots)
     return total
 
 
