@@ -181,7 +181,7 @@ def code_names(member: Any) -> set[str]:
     function = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
     if str(getattr(function, "__module__", "")).startswith("jrl.losses"):
         return {function.__name__}
-    code = getattr(function, "__code__", None)
+    code = getattr(inspect.unwrap(function), "__code__", None)
     return set() if code is None else set(code.co_names)
 
 
