@@ -31,7 +31,7 @@ def adaptive_kl_coefficient(
       horizon: responses over which the coefficient may change by about 20 %; 10000 originally.
 
     Returns:
-      The coefficient for the next step, without a gradient.
+      The coefficient for the next step (gradient stopped).
 
     Raises:
       ValueError: if `target` or `horizon` is not positive.

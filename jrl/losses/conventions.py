@@ -130,8 +130,8 @@ def conventions(*, like: Library) -> Conventions:
     For comparing training curves: ``ppo_loss(..., **conventions(like="trl")["ppo_loss"])``. There
     is an entry for each advantage, loss, divergence and weight that the library has, under the name
     in jrl, with the library's defaults: the standard deviation of a group and its epsilon, whether
-    rows without an unmasked token count as sequences, clamps, and clip bounds. An empty entry is a
-    function without settings. Arguments without a default there (`beta` of `dro_loss`, `kind` of
+    fully masked rows count as sequences, clamps, and clip bounds. An empty entry is a
+    function without settings. Arguments that have no default there (`beta` of `dro_loss`, `kind` of
     `dppo_loss`) must still be passed. Override single settings as in any dictionary:
     ``{**settings["ppo_loss"], "clip_high": 0.28}``.
 

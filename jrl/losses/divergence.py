@@ -30,12 +30,12 @@ def kl_estimate(
     | kind | value | as a loss, its expected gradient is |
     |---|---|---|
     | ``k1`` | ``d`` | zero: use it in the reward, not in the loss |
-    | ``k2`` | ``d^2 / 2`` | that of KL(policy ‖ reference) |
-    | ``k3`` | ``exp(-d) + d - 1`` | that of KL(reference ‖ policy) |
-    | ``abs`` | ``|d|`` | that of no divergence; it measures distance |
-    | ``k1+`` | ``d`` | that of ``k2`` (straight-through) |
-    | ``k3+`` | ``exp(-d) + d - 1`` | that of ``k2`` (straight-through) |
-    | ``abs+`` | ``|d|`` | that of ``k2`` (straight-through) |
+    | ``k2`` | ``d^2 / 2`` | the gradient of KL(policy ‖ reference) |
+    | ``k3`` | ``exp(-d) + d - 1`` | the gradient of KL(reference ‖ policy) |
+    | ``abs`` | ``|d|`` | of no divergence; it measures distance |
+    | ``k1+`` | ``d`` | the gradient of ``k2`` (straight-through) |
+    | ``k3+`` | ``exp(-d) + d - 1`` | the gradient of ``k2`` (straight-through) |
+    | ``abs+`` | ``|d|`` | the gradient of ``k2`` (straight-through) |
 
     k1 and k3 are unbiased estimates of the KL divergence; k2 equals it to second order. k2 and k3
     are never negative. verl calls k1 ``kl``, k2 ``mse`` and k3 ``low_var_kl``.
@@ -43,7 +43,7 @@ def kl_estimate(
     Args:
       logprobs: of the sampled tokens under the policy, in nats.
       reference_logprobs: the same under the reference; no gradient.
-      mask: true on sampled tokens. Estimates are 0 where it is false, without a gradient. None
+      mask: true on sampled tokens. Estimates are 0 where it is false (gradient stopped). None
         estimates everywhere.
       kind: the estimator.
       max_log_ratio: clamps d to plus or minus this many nats first, as the policy losses do. For a

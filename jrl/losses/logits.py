@@ -106,7 +106,7 @@ def entropy_from_logits(
 
     Args:
       logits: unnormalised log-probabilities of every token of the vocabulary.
-      mask: true where the entropy is needed. Results are 0 elsewhere, without a gradient. None
+      mask: true where the entropy is needed. Results are 0 elsewhere (gradient stopped). None
         computes all.
       chunk_size: processes the vocabulary in chunks of this many entries, so that no second array
         of the size of `logits` is allocated. Any positive number; it need not divide the
@@ -169,7 +169,7 @@ def kl_from_logits(
     Args:
       logits: of the policy, for every token of the vocabulary. -inf is a token of probability 0.
       ref_logits: of the reference; no gradient.
-      mask: true where the divergence is needed. Results are 0 elsewhere, without a gradient. None
+      mask: true where the divergence is needed. Results are 0 elsewhere (gradient stopped). None
         computes all.
       direction: one of the two in the table.
       chunk_size: as in `entropy_from_logits`; None processes the vocabulary at once.

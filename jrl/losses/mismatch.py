@@ -67,10 +67,10 @@ def mismatch_weights(
 
     A factor of 1.1 per token is 2.6 after 10 tokens and 14000 after 100.
 
-    If the loss has a ratio of current to old policy, pass as `logprobs` those of the *old* policy,
-    recomputed by the trainer before its first step (three policies, "decoupled"). Without such a
-    ratio, pass those of the current policy (two policies). A PPO loss whose ratio is taken against
-    the sampler would be corrected twice by these weights.
+    If the loss has a ratio of current to old policy, pass as `logprobs` the log-probabilities of
+    the *old* policy, recomputed by the trainer before its first step (three policies, "decoupled").
+    Otherwise pass the log-probabilities of the current policy (two policies). A PPO loss whose
+    ratio is taken against the sampler would be corrected twice by these weights.
 
     Bound the weights by `truncated_weights` or `icepop_weights` and pass them to a loss as
     `importance_weights`.
@@ -83,7 +83,7 @@ def mismatch_weights(
       max_log_weight: clamps log-weights to plus or minus this; None disables it.
 
     Returns:
-      One weight per token, without a gradient; 0 where the mask is false.
+      One weight per token (gradient stopped); 0 where the mask is false.
 
     Raises:
       ValueError: if `level` is unknown.
@@ -132,7 +132,7 @@ def truncated_weights(
       low: lower bound; None disables it.
 
     Returns:
-      One weight per token, without a gradient; 0 where the mask is false.
+      One weight per token (gradient stopped); 0 where the mask is false.
 
     Raises:
       ValueError: if the range is empty or negative.
@@ -176,7 +176,7 @@ def icepop_weights(
       high: largest weight that is not masked; None disables it. 5 in both.
 
     Returns:
-      One weight per token, without a gradient; 0 where the mask is false.
+      One weight per token (gradient stopped); 0 where the mask is false.
 
     Raises:
       ValueError: if the range is empty or negative.
@@ -218,7 +218,7 @@ def normalized_weights(
         scales.
 
     Returns:
-      One weight per token, without a gradient; 0 where the mask is false, and unchanged weights if
+      One weight per token (gradient stopped); 0 where the mask is false, and unchanged weights if
       their mean is 0.
 
     Raises:
@@ -271,7 +271,7 @@ def sequence_masked_weights(
       max_log_weight: as for `mismatch_weights`.
 
     Returns:
-      One weight per token, without a gradient; 0 where the mask is false or in a masked sequence.
+      One weight per token (gradient stopped); 0 where the mask is false or in a masked sequence.
 
     Raises:
       ValueError: if the range is empty or negative.
@@ -293,7 +293,7 @@ def log_ratio(
     behaviour_logprobs: Float[ArrayLike, "*batch time"],
     mask: Shaped[ArrayLike, "*batch time"],
 ) -> tuple[Float[Array, "*batch time"], Bool[Array, "*batch time"]]:
-    """``log w``, trainer over sampler, 0 where masked and without a gradient; and the mask."""
+    """``log w``, trainer over sampler, 0 where masked (gradient stopped); and the mask."""
     mask, (logprobs, behaviour_logprobs) = masked_constants(
         mask, logprobs=logprobs, behaviour_logprobs=behaviour_logprobs
     )
@@ -332,7 +332,7 @@ def geometric_rejection_mask(
 
         a sequence is kept if low <= exp(mean_t log w_t) <= high,    w = trainer over sampler
 
-    **The range bounds w.** verl bounds ``k1 = -log w`` instead, so its thresholds are those of
+    **The range bounds w.** verl bounds ``k1 = -log w`` instead, so its thresholds bound
     sampler over trainer: its (a, b) is ``low=1/b, high=1/a`` here. Its preset of 0.999 to 1.001 is
     the same in both directions, to a millionth.
 
@@ -440,7 +440,7 @@ def divergence_rejection_mask(
 class EffectiveSampleSize(Additive, Generic[Leaf]):
     """Effective sample size as a fraction of the sample size, from sums over importance weights.
 
-    Records of micro-batches add up, as those of `Mean`; `value` is then that of the whole batch.
+    Records of micro-batches add up, as `Mean` does; `value` is then the size of the whole batch.
 
     Attributes:
       count: number of weights.
@@ -461,7 +461,7 @@ class EffectiveSampleSize(Additive, Generic[Leaf]):
     def of(
         cls, weights: Float[ArrayLike, "*shape"], mask: Shaped[ArrayLike, "*shape"]
     ) -> "EffectiveSampleSize[Array]":
-        """Sums over the weights where `mask` is true, without a gradient."""
+        """Sums over the weights where `mask` is true (gradient stopped)."""
         mask, (weights,) = masked_constants(mask, weights=weights)
         return EffectiveSampleSize(
             count=num_true(mask), sum=jnp.sum(weights), sum_of_squares=jnp.sum(weights**2)

@@ -98,7 +98,7 @@ class Mean(Additive, Generic[Leaf]):
 
     @classmethod
     def of(cls, x: Shaped[ArrayLike, "*shape"], mask: Shaped[ArrayLike, "*shape"]) -> "Mean[Array]":
-        """Mean of `x` where `mask` is true, without a gradient."""
+        """Mean of `x` where `mask` is true (gradient stopped)."""
         mask = as_mask(mask)
         (x,) = as_floats(jax.lax.stop_gradient(x))
         return Mean(sum=jnp.sum(zero_masked(x, mask)), count=num_true(mask))
@@ -158,8 +158,8 @@ def aggregate(
     | ``seq-mean-token-mean`` | ``sum_i (sum_t l / n_i) / S`` | GRPO, PPO per response |
     | ``seq-mean-token-sum-norm`` | ``sum_it l / (S * max_length)`` | Dr. GRPO |
 
-    A row is a sequence. Rows without an unmasked token are not counted in S, unless `empty_rows` is
-    "count". Without any unmasked token, the result and its gradient are 0.
+    A row is a sequence. Fully masked rows are not counted in S, unless `empty_rows` is "count".
+    If all rows are fully masked, the result and its gradient are 0.
 
     **Gradient accumulation.** `num_tokens` and `num_sequences` are N and S of the whole batch. If
     every micro-batch gets them, the sum over micro-batches equals the loss of the whole batch, in
@@ -177,7 +177,7 @@ def aggregate(
         not the width of this batch, which varies.
       sequence_lengths: for each token, the number of unmasked tokens in its whole sequence; used by
         `seq-mean-token-mean` only. ``n_i`` of the row if None.
-      empty_rows: "skip" leaves rows without an unmasked token out of S, as verl does; "count"
+      empty_rows: "skip" leaves fully masked rows out of S, as verl does; "count"
         counts them, as TRL does. No effect if `num_sequences` is given.
 
     Returns:
@@ -185,7 +185,7 @@ def aggregate(
 
     Raises:
       ValueError: if the mode or `empty_rows` is unknown, `max_length` is missing or not positive
-        where it is needed, or `sequence_lengths` is used without `num_sequences`, which cannot be
+        although needed, or `sequence_lengths` is used without `num_sequences`, which cannot be
         counted from rows then.
 
     References:

@@ -42,7 +42,7 @@ def bounded_value(
 
     Values within the range of the returns bound the temporal-difference errors. ``x = 0`` gives the
     midpoint. The slope, ``(high - low) / (pi (1 + x^2))``, decreases only quadratically, not
-    exponentially as that of a sigmoid, so saturated wrong values still have a gradient.
+    exponentially as a sigmoid's, so saturated wrong values still have a gradient.
 
     Args:
       x: output of the value head, any number.
@@ -94,7 +94,7 @@ def value_loss(
       clip: clip range around `old_values`, in units of reward: one distance, or two as (down, up).
         None disables it. (verl: 0.5; verl's T-PPO: 0.5 down and 0.6 up; OpenRLHF: off.)
       aggregation: weighting of tokens and sequences, see `aggregate`.
-      denominators: those of `aggregate`, such as `num_tokens`.
+      denominators: arguments of `aggregate`, such as `num_tokens`.
 
     Returns:
       `(loss, metrics)`. The metrics add up over micro-batches and devices.
@@ -143,7 +143,7 @@ def value_loss(
 class ExplainedVariance(Additive, Generic[Leaf]):
     """Explained variance of the returns by the values, as a record of sums.
 
-    Records of micro-batches add up, as those of `Mean`; `value` is then that of the whole batch.
+    Records of micro-batches add up, as `Mean` does; `value` is then for the whole batch.
 
     Attributes:
       count: number of unmasked tokens.
@@ -167,7 +167,7 @@ class ExplainedVariance(Additive, Generic[Leaf]):
         mask: Shaped[ArrayLike, "*batch time"],
         centre: Scalar = 0.0,
     ) -> "ExplainedVariance[Array]":
-        """Sums over the unmasked tokens of a micro-batch, without a gradient.
+        """Sums over the unmasked tokens of a micro-batch (gradient stopped).
 
         `centre` is a number near the mean return, the same for all micro-batches. It affects only
         rounding, and matters if returns vary by less than a hundredth of their size.
@@ -211,7 +211,7 @@ def explained_variance(
       mask: true on sampled tokens.
 
     Returns:
-      The explained variance, without a gradient; 0 if the returns do not vary.
+      The explained variance (gradient stopped); 0 if the returns do not vary.
 
     Examples:
       >>> returns = jnp.array([0.0, 1.0, 2.0, 3.0])

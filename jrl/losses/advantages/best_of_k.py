@@ -28,8 +28,8 @@ def pass_at_k_advantages(
     for the others. ``R_best - R_second`` is the drop of the group's maximum without its best
     response, so k is the size of the group. See `pass_at_k_exact_advantages` for a smaller k.
 
-    If several responses share the best reward, the maximum is the same without any one of them, and
-    all get 0. A group of one, which has no second response, gets 0 (verl raises an error).
+    If several responses share the best reward, the maximum does not depend on any of them, and all
+    get 0. A group of one, which has no second response, gets 0 (verl raises an error).
 
     Args:
       rewards: one per response.
@@ -38,7 +38,7 @@ def pass_at_k_advantages(
       epsilon: added to the standard deviation.
 
     Returns:
-      One advantage per response, at least 0 and without a gradient.
+      One advantage per response, at least 0 (gradient stopped).
 
     Raises:
       ValueError: if `scale` is none of the above.
@@ -92,7 +92,7 @@ def pass_at_k_exact_advantages(
       k: the k of pass@k, at least 2. (For k = 1 see `rloo_advantages`.)
 
     Returns:
-      One advantage per response, at least 0 and without a gradient.
+      One advantage per response, at least 0 (gradient stopped).
 
     Raises:
       ValueError: if `k` is less than 2.

@@ -77,7 +77,7 @@ def gae(
         "blocked" from 256 tokens on.
 
     Returns:
-      `(advantages, returns)`, both 0 where the mask is false and both without a gradient. A fully
+      `(advantages, returns)`, both 0 where the mask is false, gradients stopped. A fully
       masked row is all 0.
 
     Raises:
@@ -142,14 +142,14 @@ def decoupled_gae(
       values: the critic's estimate of the state before each token.
       mask: true on sampled tokens; holes are allowed.
       gamma: the discount, in [0, 1]; a scalar or an array as for `gae`.
-      lam_policy: the lam of the advantages; 0.95 in VC-PPO, in VAPO that of
-        ``length_adaptive_lambda(mask.sum(-1))[:, None]``.
+      lam_policy: the lam of the advantages; 0.95 in VC-PPO, and
+        ``length_adaptive_lambda(mask.sum(-1))[:, None]`` in VAPO.
       lam_critic: the lam of the returns; 1 in both papers.
       bootstrap_value: value after the last sampled token, one per row, as for `gae`.
       terminated: true where `bootstrap_value` does not apply, as for `gae`.
 
     Returns:
-      `(advantages, returns)`, both 0 where the mask is false and both without a gradient. Unless
+      `(advantages, returns)`, both 0 where the mask is false, gradients stopped. Unless
       the two lams are equal, the returns are not ``advantages + values``.
 
     Raises:
@@ -237,8 +237,8 @@ def extended_gae(
         V_l = bootstrap_value    with it
 
     and ``V_l = 0`` for a finished one. With the paper's assumption, the last temporal-difference
-    error is ``r_{l-1} + (gamma_{l-1} - 1) V_{l-1}``, which is 0 at ``gamma = 1`` without a reward.
-    With a perfect critic only that error is biased, by the advantage of the last action, and the
+    error is ``r_{l-1} + (gamma_{l-1} - 1) V_{l-1}``, which is 0 if ``gamma = 1`` and the reward is
+    0. With a perfect critic only that error is biased, by the advantage of the last action, and the
     bias enters earlier tokens with weights ``(gamma lam)^k``. The critic's output *after* the last
     token, usually available, removes the bias as `bootstrap_value`. Truncation must not be treated
     as termination: ``V_l = 0`` would penalise every unfinished response.
@@ -312,7 +312,7 @@ def effective_length(
     ``length_adaptive_lambda(effective_length(...), alpha=0.05, floor=0.95)``.
 
     Args:
-      lengths: sampled tokens so far, those of earlier windows included.
+      lengths: sampled tokens so far, with earlier windows.
       truncated: one per response; true if it continues after the window.
       window: tokens sampled per rollout window, positive.
 

@@ -61,23 +61,23 @@ def grpo_advantages(
     in a group of one. A padding row does not affect other rows if it has a group of its own and
     `scale` is not "batch".
 
-    The defaults are those of verl, except that verl uses ``singleton="reward"``; TRL has
+    The defaults are verl's, except that verl uses ``singleton="reward"``; TRL has
     ``epsilon=1e-4``, HAPO's release the population standard deviation.
 
     Args:
       rewards: one per response.
       groups: one integer per response, equal for those that share a prompt; any integers, in any
         order.
-      scale: "group" divides by the standard deviation of the group; "batch" by that of all
-        `rewards`, so pass the whole batch (Lite PPO, and TRL under the same name); None does not
-        divide, as `dr_grpo_advantages`.
+      scale: "group" divides by the standard deviation of the group; "batch" by the standard
+        deviation of all `rewards`, so pass the whole batch (Lite PPO, and TRL under the same name);
+        None does not divide, as `dr_grpo_advantages`.
       unbiased: divide the squares by ``n - 1`` rather than by ``n`` in the standard deviation.
       epsilon: added to the standard deviation.
       singleton: "zero" is an advantage of 0 in a group of one; "reward" uses mean 0 and standard
         deviation 1 there, as verl does.
 
     Returns:
-      One advantage per response, without a gradient. All tokens of a response share it, as in
+      One advantage per response (gradient stopped). All tokens of a response share it, as in
       ``ppo_loss(logprobs, old_logprobs, advantages[:, None], mask)``.
 
     Raises:
@@ -133,7 +133,7 @@ def dr_grpo_advantages(
       groups: one integer per response, equal for those that share a prompt.
 
     Returns:
-      One advantage per response, without a gradient; 0 in a group of one.
+      One advantage per response (gradient stopped); 0 in a group of one.
 
     References:
       Liu et al., "Understanding R1-Zero-like training", 2025. https://arxiv.org/abs/2503.20783
@@ -151,8 +151,8 @@ def rloo_advantages(
     """REINFORCE leave-one-out (RLOO): reward minus the mean of the *other* responses of the group.
 
     ``A_i = R_i - mean_{j != i} R_j = n / (n - 1) (R_i - mean_g)``. The baseline does not depend on
-    the response itself, so the policy gradient is unbiased. That of `dr_grpo_advantages` is the
-    same times ``(n - 1) / n``.
+    the response itself, so the policy gradient is unbiased. With `dr_grpo_advantages` it is the
+    same gradient times ``(n - 1) / n``.
 
     A group of one gets 0 (in verl its raw reward).
 
@@ -161,7 +161,7 @@ def rloo_advantages(
       groups: one integer per response, equal for those that share a prompt.
 
     Returns:
-      One advantage per response, without a gradient.
+      One advantage per response (gradient stopped).
 
     References:
       Ahmadian et al., "Back to basics: revisiting REINFORCE-style optimization for learning from
@@ -182,10 +182,10 @@ def maxrl_advantages(
     """Maximum-likelihood RL (MaxRL): reward minus the mean of its group, divided by that mean.
 
     ``A_i = (R_i - mean_g) / mean_g``, and 0 where the mean is 0. With rewards in {0, 1} the mean is
-    the success rate p, and dividing the policy gradient by p makes it that of ``log p``: the score
-    function is averaged over the *successes* only. A prompt solved once in 16 tries has 16 times
-    the weight that it has with `dr_grpo_advantages`. With n responses per group, the expectation is
-    the gradient of ``log p`` truncated after n terms of its series in ``1 - p``.
+    the success rate p, and dividing the policy gradient by p makes it the gradient of ``log p``:
+    the score function is averaged over the *successes* only. A prompt solved once in 16 tries has
+    16 times the weight that it has with `dr_grpo_advantages`. With n responses per group, the
+    expectation is the gradient of ``log p`` truncated after n terms of its series in ``1 - p``.
 
     **Rewards must not be negative.** A negative mean flips the sign of all advantages of its group,
     and a mean near zero of rewards of both signs makes them very large. Neither is checked, as
@@ -196,7 +196,7 @@ def maxrl_advantages(
       groups: one integer per response, equal for those that share a prompt.
 
     Returns:
-      One advantage per response, without a gradient; 0 in a group of one or without variance.
+      One advantage per response (gradient stopped); 0 in a group of one or without variance.
 
     References:
       Tajwar et al., "Maximum likelihood reinforcement learning", 2026.
@@ -223,7 +223,7 @@ def opo_advantages(
     minimum-variance baseline weights each reward by the squared norm of its score function, which
     is proportional to the length if tokens contribute to it equally and independently.
 
-    A group of one gets 0 (in verl its raw reward), and so does a group without a token.
+    A group of one gets 0 (in verl its raw reward), and so does a group of empty responses.
 
     Args:
       rewards: one per response.
@@ -232,7 +232,7 @@ def opo_advantages(
         the advantages of the others.
 
     Returns:
-      One advantage per response, without a gradient. Summed over all tokens of a group they are 0.
+      One advantage per response (gradient stopped). Summed over all tokens of a group they are 0.
 
     References:
       Hao et al., "On-policy RL with optimal reward baseline", 2025.
@@ -248,7 +248,7 @@ def opo_advantages(
 def _centred_by_length(
     rewards: Float[Array, "batch"], lengths: Float[Array, "batch"], index: Int[Array, "batch"]
 ) -> Float[Array, "batch"]:
-    """Rewards minus the length-weighted mean of their group; 0 in a group without a token."""
+    """Rewards minus the length-weighted mean of their group; 0 in a group of empty responses."""
     counts = lengths != 0
     least = group_min(jnp.where(counts, rewards, jnp.inf), index)
     # Exactly 0 if all are equal; minus their mean there may be a rounding error.
@@ -281,7 +281,7 @@ def gpg_advantages(
         are -1 and 1; a number is used as alpha itself, such as 1 for no rescaling.
 
     Returns:
-      One advantage per response, without a gradient; 0 in a group of one.
+      One advantage per response (gradient stopped); 0 in a group of one.
 
     Raises:
       ValueError: if `alpha` is none of the above.
@@ -340,7 +340,7 @@ def gdpo_advantages(
       whiten_epsilon: added to the variance of the batch, inside the root.
 
     Returns:
-      One advantage per response, without a gradient.
+      One advantage per response (gradient stopped).
 
     References:
       Liu et al., "GDPO: group reward-decoupled normalization policy optimization for multi-reward
@@ -394,20 +394,20 @@ def token_level_group_average(
         A_it = (R_i - mean) / (std + epsilon)
 
     so that the advantages of all tokens of a group sum to 0, and longer responses do not bias the
-    sign of a token-mean loss. The standard deviation is that of the population. A group without
+    sign of a token-mean loss. The standard deviation is the population's. A group without
     variance gets exactly 0.
 
     Args:
       rewards: one per response.
       groups: one integer per response, equal for those that share a prompt.
-      mask: true on sampled tokens; holes are allowed, and responses without a token are excluded.
+      mask: true on sampled tokens; holes are allowed, and empty responses are excluded.
       epsilon: added to the standard deviation.
       fallback: if the absolute advantage of any response of a group is at least this, the whole
         group gets `grpo_advantages` instead, as in HAPO's release with 5; its tokens then do not
         sum to 0. None disables it.
 
     Returns:
-      One advantage per token, 0 where the mask is false and without a gradient.
+      One advantage per token, 0 where the mask is false (gradient stopped).
 
     Raises:
       ValueError: if `fallback` is not positive.

@@ -43,7 +43,7 @@ def rewards_to_go(
     nothing = jnp.zeros_like(rewards)
     gamma, one = settings.discount("gamma", gamma), jnp.ones((), rewards.dtype)
     discount = broadcastable("gamma", gamma, rewards)
-    # With values 0 and lam 1, the recursion of GAE is that of the return.
+    # With values 0 and lam 1, the recursion of GAE is the recursion of the return.
     return discounted_errors(rewards, nothing, mask, discount, one, zero_per_row(rewards))
 
 
@@ -72,7 +72,7 @@ def reinforce_plus_plus_advantages(
         population variance, see `whiten`); False returns ``G_t``.
 
     Returns:
-      One advantage per token, 0 where the mask is false and without a gradient.
+      One advantage per token, 0 where the mask is false (gradient stopped).
 
     References:
       Hu et al., "REINFORCE++", 2025. https://arxiv.org/abs/2501.03262
@@ -100,17 +100,17 @@ def reinforce_plus_plus_baseline_advantages(
     that long responses have more weight in them. All groups share this scale, unlike in
     `grpo_advantages`: prompts that are nearly always solved are not weighted up.
 
-    Pass the whole batch. A response without a token is excluded from its group (in verl its reward
+    Pass the whole batch. An empty response is excluded from its group (in verl its reward
     is included in the mean). A group of one enters the whitening with 0 (in verl with its raw
     reward).
 
     Args:
       rewards: one per response.
       groups: one integer per response, equal for those that share a prompt.
-      mask: true on sampled tokens; holes are allowed, and responses without a token are excluded.
+      mask: true on sampled tokens; holes are allowed, and empty responses are excluded.
 
     Returns:
-      One advantage per token, 0 where the mask is false and without a gradient.
+      One advantage per token, 0 where the mask is false (gradient stopped).
 
     References:
       Hu et al., "REINFORCE++", 2025. https://arxiv.org/abs/2501.03262
@@ -147,7 +147,7 @@ def remax_advantages(
       mask: true on sampled tokens; holes are allowed.
 
     Returns:
-      One advantage per token, 0 where the mask is false and without a gradient.
+      One advantage per token, 0 where the mask is false (gradient stopped).
 
     References:
       Li et al., "ReMax: a simple, effective, and efficient reinforcement learning method for
@@ -200,7 +200,7 @@ def optimal_token_baseline(
         sets the baseline to 0, as an option of verl does.
 
     Returns:
-      One advantage per token, 0 where the mask is false and without a gradient.
+      One advantage per token, 0 where the mask is false (gradient stopped).
 
     References:
       verl, "optimal token baseline". https://github.com/verl-project/verl

@@ -24,10 +24,10 @@ def whiten(
 
     ``(x - mean) / sqrt(max(variance, min_variance) + epsilon)``. The advantage of a token then
     depends on the other responses in the batch, so estimators include whitening only where their
-    paper's formula does. The statistics are those of the array `x`: pass the whole batch, not a
+    paper's formula does. The statistics are taken over the array `x`: pass the whole batch, not a
     micro-batch or the shard of one device.
 
-    The defaults are those of verl. OpenRLHF's form is ``unbiased=False, epsilon=0.0,
+    The defaults are verl's. OpenRLHF's form is ``unbiased=False, epsilon=0.0,
     min_variance=1e-8``.
 
     Args:
@@ -39,7 +39,7 @@ def whiten(
       min_variance: lower bound of the variance; None disables it.
 
     Returns:
-      The whitened tokens, 0 where the mask is false, without a gradient. A single unmasked token
+      The whitened tokens, 0 where the mask is false (gradient stopped). A single unmasked token
       has no variance and becomes 0 (with `keep_mean` it is unchanged), and so do several equal
       tokens, up to rounding. (verl raises an error.)
 

@@ -8,9 +8,9 @@ and https://arxiv.org/abs/2506.03038 (June 2025; *credit assignment* with a spar
 of steps). Each diagnostic measures one or two of these concerns. Its docstring says which, and
 how to read the numbers.
 
-Arrays are ``[..., time]`` under the conventions of `jrl.losses`: positions and lengths are those of
-the tokens in the mask, holes have no effect, entries outside the mask are never read, rows without
-a token in the mask are excluded, and results have no gradient. Results are arrays or named records
+Arrays are ``[..., time]`` under the conventions of `jrl.losses`: positions and lengths count
+the tokens in the mask, holes have no effect, entries outside the mask are never read, fully masked
+rows are excluded, and results have no gradient. Results are arrays or named records
 of arrays. They are statistics of the arrays passed and do not add up over micro-batches: pass the
 whole batch. All functions trace under `jax.jit`.
 

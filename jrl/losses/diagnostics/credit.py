@@ -71,7 +71,7 @@ def within_between_variance(
     **Concern**: turning a global value signal into guidance of single steps (arXiv 2506.03038).
 
     **Reading it.** A ratio near 0: all tokens of a response have nearly the same advantage, and the
-    critic adds nothing to a baseline per prompt, which GRPO has without a critic. A large ratio
+    critic adds nothing to a baseline per prompt, which GRPO has, too. A large ratio
     means that advantages differ between tokens, not that the differences are right: a noisy critic
     has a large ratio, too. Compare with `outcome_contradiction` and `td_concentration`.
 
@@ -179,7 +179,7 @@ def outcome_contradiction(
 
     **Concern**: turning a global value signal into guidance of single steps (arXiv 2506.03038).
 
-    **Reading it.** 0: every advantage has the sign of its response, as without a critic. Some
+    **Reading it.** 0: every advantage has the sign of its response, as in GRPO. Some
     contradiction is the purpose of a critic: a wrong step in a right answer. About 1/2 means that
     signs are independent of the outcome: justified only if `by_position` shows a good
     critic.

@@ -253,7 +253,7 @@ def bootstrap_bias(
     Let ``e_t = V_t - V^pi_t`` be the errors of the critic, and 0 after the end. Exactly,
 
         A_t(V) - A_t(V^pi) = -e_t + B_t
-        B_t = (1 - lam) sum_{k >= 1} lam^(k-1) e_{t+k}              (without a discount)
+        B_t = (1 - lam) sum_{k >= 1} lam^(k-1) e_{t+k}              (gamma = 1)
 
     The first term depends on the state alone: it is a baseline and causes no bias. The second
     depends on the action through the states that follow. ``|B_t| <= max |e| (1 - lam^(T-1-t))``,

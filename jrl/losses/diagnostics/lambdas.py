@@ -44,7 +44,7 @@ class TerminalReach(NamedTuple):
         threshold.
       tokens: mean number of such tokens per response.
       horizon: mean over responses of ``1 / (1 - gamma lam)``, the effective horizon in tokens;
-        infinite without a discount and with ``lam = 1``.
+        infinite if ``gamma lam = 1``.
       relative_horizon: mean over responses of that horizon over the length, at most 1 each.
     """
 
@@ -155,7 +155,7 @@ def lambda_sensitivity(
 
     **Reading it.** Correlation and agreement near 1: lambda hardly matters, the critic fits the
     outcomes. Agreement near 1/2: the signs of the two are unrelated, so lambda decides what is
-    learned, and one of them is wrong: that of the critic, if `by_position` shows a bad one. A
+    learned, and one of them is wrong: the critic's, if `by_position` shows a bad one. A
     decrease over the buckets means that lambda should rise with length faster than it does.
 
     Args:

@@ -105,7 +105,7 @@ def covariances(
         from these arrays, which must then be the **whole batch**.
 
     Returns:
-      One number per token, without a gradient; 0 where the mask is false. Their mean is the
+      One number per token (gradient stopped); 0 where the mask is false. Their mean is the
       covariance.
 
     References:
@@ -197,7 +197,7 @@ def clip_cov_loss(
       reports it as ``pg_clipfrac``).
 
     Raises:
-      ValueError: if `key` is missing where it is required, `fraction` is not in [0, 1], `low` is
+      ValueError: if a required `key` is missing, `fraction` is not in [0, 1], `low` is
         not below `high`, or a bound is negative; if the aggregation is unknown, or None with
         denominators.
 
@@ -260,7 +260,7 @@ def kl_cov_loss(
 
     Selected are the ``max(1, floor(fraction N))`` tokens with the highest `covariances`, N the
     number of tokens in the mask; ties go to the earlier token. The gradient of the penalty is
-    `coefficient` times the sign of the log-ratio, 0 where that is 0, so the first on-policy step is
+    `coefficient` times the sign of the log-ratio, so the first on-policy step is
     REINFORCE.
 
     Args:

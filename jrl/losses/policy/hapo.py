@@ -30,7 +30,7 @@ def asymmetric_clip_bounds(
         signal > 0:   clip_low,                          clip_high (1 + strength signal)
         signal <= 0:  clip_low (1 - strength signal),    clip_high
 
-    The defaults are those of the paper; the released scripts set `clip_high` to 0.2.
+    The defaults are the paper's; the released scripts set `clip_high` to 0.2.
 
     Args:
       signal: from `entropy_signal`.
@@ -39,7 +39,7 @@ def asymmetric_clip_bounds(
       strength: 0 disables the adaptation; with 1 each bound may double.
 
     Returns:
-      `(clip_low, clip_high)`, one each per token, without a gradient, in the form that `ppo_loss`
+      `(clip_low, clip_high)`, one each per token (gradient stopped), in the form that `ppo_loss`
       takes.
 
     Raises:
@@ -92,11 +92,11 @@ def redistributed_advantages(
       clip_low: of the zone. `hapo_loss` passes the adapted bounds of `asymmetric_clip_bounds`, as
         the released code does.
       clip_high: likewise.
-      strength: from 0 (no change) to 1, where a token with a signal of -1, the lowest entropy, has
-        an advantage of 0. Larger strengths would flip signs.
+      strength: from 0 (no change) to 1, at which a token with a signal of -1, the lowest entropy,
+        has an advantage of 0. Larger strengths would flip signs.
 
     Returns:
-      One advantage per token, without a gradient; 0 where the mask is false.
+      One advantage per token (gradient stopped); 0 where the mask is false.
 
     Raises:
       ValueError: if a bound is negative or `strength` is not in [0, 1].
@@ -219,7 +219,7 @@ def _redistribute(
 
 
 def _prepare_signal(tokens: Tokens, signal: Float[ArrayLike, "*batch time"]) -> PerToken:
-    """Signal in the precision of the tokens, 0 outside the mask, without a gradient."""
+    """Signal in the precision of the tokens, 0 outside the mask (gradient stopped)."""
     check_shapes(logprobs=tokens.logprobs, signal=signal)
     signal = jax.lax.stop_gradient(jnp.asarray(signal)).astype(tokens.logprobs.dtype)
     return zero_masked(signal, tokens.mask)

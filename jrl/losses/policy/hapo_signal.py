@@ -74,7 +74,7 @@ def entropy_statistics(
 
     Args:
       entropy: of the policy at each token, in nats; no gradient. The **whole batch**: statistics of
-        a micro-batch are not those of the batch, and they do not add up.
+        a micro-batch differ from the batch's, and do not add up.
       mask: true on sampled tokens.
       quantile: from 0 to 1; the paper's rho.
 
@@ -129,7 +129,7 @@ def standardized_entropy(
       entropy: of the policy at each token, in nats, floored at 1e-8; no gradient.
       mask: true on sampled tokens.
       quantile: see `entropy_statistics`; ignored if `statistics` is given.
-      statistics: those of the whole batch, or of the step before. None computes them from these
+      statistics: of the whole batch, or of the step before. None computes them from these
         arrays, which must then be the **whole batch**; the released code computes them per
         micro-batch, so its loss depends on how a batch is split.
 
@@ -183,11 +183,11 @@ def entropy_signal(
       mask: true on sampled tokens.
       quantile: see `entropy_statistics`; ignored if `statistics` is given.
       sign: "intended" or "release"; the latter reproduces the released code.
-      statistics: as for `standardized_entropy`. With those of another batch, a token beyond its
-        extremes has a signal beyond 1 in magnitude.
+      statistics: as for `standardized_entropy`. With statistics of another batch, a token beyond
+        its extremes has a signal beyond 1 in magnitude.
 
     Returns:
-      One number per token, without a gradient; 0 where the mask is false.
+      One number per token (gradient stopped); 0 where the mask is false.
 
     Raises:
       ValueError: if `quantile` is not in [0, 1] or `sign` is unknown.
@@ -224,12 +224,12 @@ def adaptive_temperature(
 
         T = base (1 + strength clip(signal, -max_signal, max_signal))
 
-    The defaults are those of the released code, whose signal is `entropy_signal` with the
+    The defaults are the released code's, whose signal is `entropy_signal` with the
     statistics of the training step before (the first step samples at `base`). For the paper's
     ``T = base (1 + 0.1 h)`` pass `standardized_entropy`, ``strength=0.1`` and ``max_signal=None``.
 
     Tokens sampled at T are mildly off-policy for a trainer that computes log-probabilities at
-    another temperature: record those of the sampler, at T, and correct for the difference.
+    another temperature: record the sampler's, at T, and correct for the difference.
 
     Args:
       signal: from `entropy_signal`, of the distribution that the next token is sampled from.
@@ -240,7 +240,7 @@ def adaptive_temperature(
         0 or below where the signal is ``-1 / strength`` or less.
 
     Returns:
-      One temperature per signal, without a gradient.
+      One temperature per signal (gradient stopped).
 
     Raises:
       ValueError: if `base` is not positive, `strength` is negative, or `strength` and `max_signal`

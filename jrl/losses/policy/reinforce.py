@@ -43,15 +43,15 @@ def reinforce_loss(
     aggregation: Aggregation | None = "token-mean",
     **denominators: Unpack[Denominators],
 ) -> tuple[Loss, dict[str, Mean]]:
-    """Policy-gradient loss of REINFORCE, ``-A logprobs``, without a ratio.
+    """Policy-gradient loss of REINFORCE, ``-A logprobs``, with no ratio.
 
     It is unbiased for data sampled from the current policy, hence for one step per batch. The
     losses of this package that have a ratio have this gradient where the ratio is 1, except LUSPO
     (times the length), GMPO and the sequence forms of GSPO, LUSPO and SAPO (with the mean of a
     row's advantages), HAPO (with its own advantages) and Clip-Cov (0 on the selected tokens).
 
-    With ``aggregation="seq-mean-token-sum"`` its gradient estimates that of the expected return.
-    The default, a mean over tokens, is that of GPG: GPG is its group-relative advantages followed
+    With ``aggregation="seq-mean-token-sum"`` it estimates the gradient of the expected
+    return. The default, a mean over tokens, is GPG's: GPG is group-relative advantages followed
     by this loss, and `gpg_loss` is another name for it.
 
     Args:
@@ -116,7 +116,7 @@ def cispo_loss(
         l = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A logprobs
 
     PPO drops the gradient of a token beyond a bound; CISPO keeps it, with the bound as its weight.
-    Without bounds the gradient is that of importance-weighted REINFORCE.
+    Without bounds it is the gradient of importance-weighted REINFORCE.
 
     `clip_high` is a distance from one, as in verl and NeMo-RL. **TRL's ``epsilon_high`` is the
     absolute value**: its 5.0 is ``clip_high=4.0`` here. The paper has no lower bound, which verl
@@ -199,8 +199,8 @@ def vespo_loss(
         l_it = -sg[phi(W_i)] A_it logprobs_it
 
     ``phi(1) = 1``. phi has its maximum at ``W = k / lam`` and tends to 0 at 0 and infinity, so
-    responses that have become very likely or very unlikely are down-weighted smoothly, without a
-    clip. The settings are ``(k_positive, lam_positive)`` where A >= 0 and
+    responses that have become very likely or very unlikely are down-weighted smoothly, not
+    clipped. The settings are ``(k_positive, lam_positive)`` where A >= 0 and
     ``(k_negative, lam_negative)`` where A < 0.
 
     TRL clamps W between 1e-8 and ``exp(20)``, beyond which phi is below 1e-14 anyway, and
@@ -285,7 +285,7 @@ def dro_loss(
     """Policy loss of DRO: a policy gradient with a quadratic penalty on the log-ratio.
 
     ``l = -(A logprobs - (beta / 2) (logprobs - old_logprobs)^2)``. Its gradient,
-    ``-(A - beta (logprobs - old_logprobs))``, is that of REINFORCE where the policies are equal and
+    ``-(A - beta (logprobs - old_logprobs))``, is REINFORCE's where the policies are equal and
     vanishes where the log-ratio is ``A / beta``, the optimum of a KL-regularised objective. There
     is no exponential that off-policy data could make overflow.
 
@@ -355,7 +355,7 @@ def positive_example_loss(
       logprobs: of the sampled tokens under the current policy, in nats.
       correct: true for the responses to imitate, one per row.
       mask: true on sampled tokens.
-      num_tokens: sampled tokens of *correct* responses in the whole batch; None counts those of
+      num_tokens: sampled tokens of *correct* responses in the whole batch; None counts them in
         these arrays.
 
     Returns:

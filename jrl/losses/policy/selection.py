@@ -57,7 +57,7 @@ def entropy_threshold(
     last = num_true(mask) - 1
     rank, _, _ = floor_fraction(fraction, jnp.maximum(last, 0))
     threshold = kth(ascending(entropy, mask), last - rank)
-    # Sorting puts NaN last, where it would not affect the threshold.
+    # Sorting puts NaN last: it would not affect the threshold.
     unknown = jnp.any(jnp.isnan(entropy))
     return jnp.where(unknown, jnp.sum(entropy), threshold)
 
@@ -119,9 +119,9 @@ def off_policy_sequence_mask(
 
         dropped if A < 0 and mean_t(behaviour_logprobs - logprobs) > max_divergence
 
-    A policy learns most from mistakes that it still makes; those of an older policy, which it would
-    rarely sample any more, disturb training. Sequences of positive or zero advantage are always
-    kept.
+    A policy learns most from mistakes that it still makes; mistakes of an older policy, which it
+    would rarely sample any more, disturb training. Sequences of positive or zero advantage are
+    always kept.
 
     Args:
       logprobs: of the sampled tokens under the current policy, in nats; no gradient.

@@ -57,8 +57,8 @@ def gspo_loss(
     mean.
 
     verl has the token form, TRL and OpenRLHF the sequence form. The bounds are about five hundred
-    times narrower than PPO's, because the mean log-ratio of a row varies far less than that of a
-    token.
+    times narrower than PPO's, because the mean log-ratio of a row varies far less than a
+    token's.
 
     A row must be one whole response: split a batch by rows, not along time, and do not pack rows.
     Some versions of verl always use `seq-mean-token-mean`, the default here, whatever is

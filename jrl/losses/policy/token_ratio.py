@@ -54,9 +54,9 @@ def ppo_loss(
     where `guard` is infinite if it is not set.
 
     Equal bounds give PPO and GRPO. A larger `clip_high` gives the "clip-higher" of DAPO, which lets
-    the probability of rare tokens grow. The gradient of a token is that of ``-A r``, and 0 where
-    the bound of its sign is *strictly* exceeded; where the two policies are equal it is that of
-    REINFORCE, even with a bound of 0.
+    the probability of rare tokens grow. A token has the gradient of ``-A r``, or 0 if the
+    bound of its sign is *strictly* exceeded; where the two policies are equal it has the gradient
+    of REINFORCE, even with a bound of 0.
 
     Args:
       logprobs: of the sampled tokens under the current policy, in nats.
@@ -78,7 +78,7 @@ def ppo_loss(
       importance_weights: factors on the token losses, of the shapes of `advantages`, such as
         corrections for a sampler that differs from the old policy; no gradient. None disables them.
       aggregation: reduction of the tokens' losses, see `aggregate`; None gives one loss per token.
-      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
+      denominators: arguments of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
         `sequence_lengths`, `empty_rows`; none with ``aggregation=None``.
 
     Returns:
@@ -95,7 +95,7 @@ def ppo_loss(
 
     Raises:
       ValueError: if a bound is negative, `clip_dual` is not above 1, or `guard` is not above
-        ``1 + clip_high``, where it would clip positive advantages first (with `clip_high` as an
+        ``1 + clip_high``, as it would clip positive advantages first (with `clip_high` as an
         array, only ``guard > 1`` is checked, and a lower guard does clip first); if the aggregation
         is unknown, or None with denominators.
 
@@ -197,8 +197,8 @@ def dppo_loss(
     and a distance of 0.02, from 0.9 to 0.95 a ratio of 1.06 and a distance of 0.05. PPO clips the
     first; DPPO may keep it and drop the second.
 
-    The loss is to be minimised, but its value is that of a score-function estimator, not of a
-    surrogate: only the gradient, ``-A min(r, max_ratio)`` on kept tokens, is meaningful. In the
+    The loss is to be minimised, but its value is a score-function estimator's, not a
+    surrogate's: only the gradient, ``-A min(r, max_ratio)`` on kept tokens, is meaningful. In the
     paper the old policy is the sampler, so the ratio also corrects for the mismatch of trainer and
     sampler: apply no importance weights for it as well.
 
@@ -223,7 +223,7 @@ def dppo_loss(
 
     Returns:
       `(loss, metrics)` as of `ppo_loss`, where ``pg_clipfrac`` is the fraction of dropped tokens
-      and ``pg_clipfrac_lower`` that of kept tokens with a capped ratio.
+      and ``pg_clipfrac_lower`` the fraction of kept tokens with a capped ratio.
 
     Raises:
       ValueError: if `kind` is unknown, `max_divergence` is negative or `max_ratio` is not above 1;
@@ -313,10 +313,10 @@ def sapo_loss(
 
         l = -A (4 / tau) p          tau = tau_positive where A > 0, tau_negative where A <= 0
 
-    Its gradient is that of ``-A r`` times ``4 p (1 - p)``. This factor is 1 at r = 1, so the first
-    on-policy step is REINFORCE, and it decays smoothly away from 1. The loss *value* at r = 1 is
-    ``-2 A / tau``, not ``-A``: only the gradient compares with other losses. A larger temperature
-    makes the decay faster, by default for negative advantages.
+    Its gradient is the gradient of ``-A r`` times ``4 p (1 - p)``. This factor is 1 at r = 1, so
+    the first on-policy step is REINFORCE, and it decays smoothly away from 1. The loss *value* at r
+    = 1 is ``-2 A / tau``, not ``-A``: only the gradient compares with other losses. A larger
+    temperature makes the decay faster, by default for negative advantages.
 
     verl always uses `seq-mean-token-mean`, whatever is configured; TRL uses it too and counts empty
     rows (``empty_rows="count"``).

@@ -97,15 +97,15 @@ def clamped_log_ratio(tokens: Tokens, max_log_ratio: Number | None) -> tuple[Per
 def average_over_rows(
     tokens: Tokens, max_log_ratio: Number | None, gradient: SequenceGradient
 ) -> tuple[Tokens, PerToken]:
-    """Tokens with the mean log-ratio of their row, and 1 where one was clamped before the mean.
+    """Tokens with the mean log-ratio of their row, and 1 for each token clamped before the mean.
 
-    With `gradient` "sequence" the gradient is that of the mean, too; with "token" each token has
+    With `gradient` "sequence" it is the gradient of the mean, too; with "token" each token has
     the gradient of its own log-ratio.
     """
     log_ratio, statistics = clamped_log_ratio(tokens, max_log_ratio)
     mean = row_mean(log_ratio, tokens.mask)
     if gradient == "token":
-        # The added term is 0 in value; its gradient is that of the token's own log-ratio.
+        # The added term is 0 in value; its gradient belongs to the token's own log-ratio.
         mean = jax.lax.stop_gradient(mean) + (log_ratio - jax.lax.stop_gradient(log_ratio))
     rows = tokens._replace(
         logprobs=jnp.where(tokens.mask, mean, 0), old_logprobs=jnp.zeros_like(log_ratio)
@@ -163,7 +163,7 @@ def reduce_surrogate(
     """Applies the importance weights, aggregates the surrogate and computes the metrics.
 
     Weights or an aggregation of None are skipped. Metrics are means of the statistics over the
-    tokens in the mask, whatever the aggregation. Denominators without an aggregation are an error.
+    tokens in the mask, whatever the aggregation. Denominators need an aggregation.
     """
     check_denominators(loss_function, denominators)
     mask = tokens.mask
