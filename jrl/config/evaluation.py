@@ -24,8 +24,8 @@ from jrl.tasks.data.split import HELDOUT_SHARE
 from jrl.tasks.load import listed_names
 
 DEFAULT_PROMPTS = 256
-"""Default number of prompts to evaluate, of those that a run holds out and of a task without an
-end."""
+"""Default number of prompts to evaluate: of the prompts that a run holds out, and of an endless
+task."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class EvaluateOptions:
     """A JSON object of variables for the chat template, such as {"enable_thinking": false}; None
     takes the run's."""
     system_prompt: str | None = None
-    """First message of every conversation without a system message; None takes the run's."""
+    """First message of every conversation that has no system message; None takes the run's."""
 
     temperature: float | None = None
     """Sampling temperature; None takes the run's."""
@@ -159,7 +159,7 @@ def evaluation_configuration(
     options: EvaluateOptions, folder: RunFolder | None
 ) -> tuple[RunConfig, Recipe]:
     """Settings of the run in `folder`, or of a checkpoint if it is None, with the changes that
-    the flags make; ValueError for a checkpoint without a task, and for invalid settings."""
+    the flags make; ValueError if a checkpoint has no task, and for invalid settings."""
     if folder is None:
         if options.task is None:
             raise ValueError(f"{options.run} is a checkpoint, which has no task: give --task.")
@@ -218,7 +218,7 @@ def code_to_evaluate(options: EvaluateOptions, folder: RunFolder | None) -> Mapp
 
 
 def choose_num_prompts(options: EvaluateOptions, size: int | None) -> int:
-    """Maximum number of prompts to evaluate, of a task that has `size`; None is without an end."""
+    """Maximum number of prompts to evaluate, of a task that has `size`; None if it is endless."""
     if options.prompts is not None:
         return options.prompts
     return DEFAULT_PROMPTS if options.task is None or size is None else size

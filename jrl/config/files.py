@@ -36,7 +36,7 @@ def to_json(run: RunConfig, recipe: Recipe) -> dict[str, Any]:
     """JSON object of a run and its recipe, from which `from_json` restores both.
 
     Raises:
-      ValueError: for what `from_json` would reject: a field of another type, a recipe without a
+      ValueError: for what `from_json` would reject: a field of another type, a recipe that has no
         file.
     """
     for record in (run, recipe):

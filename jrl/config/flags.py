@@ -220,7 +220,7 @@ def _resumed_folder(arguments: list[str], settings: Settings | None) -> str | No
 def _parse_flags(
     arguments: list[str], run: RunConfig, recipe: Recipe, settings: Settings | None
 ) -> tuple[Command, Processes, RunConfig, Recipe]:
-    """Parses the flags. Defaults are those of `settings`, then of `run` and `recipe`; these two are
+    """Parses the flags. Defaults come from `settings`, then from `run` and `recipe`; these two are
     returned unchecked."""
     kind, command, processes = type(recipe), Command(), SINGLE_PROCESS
     run, recipe = _unchecked(RunConfig, run, kind), _unchecked(kind, recipe, kind)

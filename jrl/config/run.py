@@ -34,7 +34,7 @@ class RunConfig(
     ModelSettings,
     TrainingSettings,
 ):
-    """Settings of a run that do not belong to the algorithm: those of all its components, each
+    """Settings of a run that do not belong to the algorithm: of all its components, each
     declared and checked in its own record.
 
     A function takes the record that it reads, for example `TaskSettings`; a run is one of each.

@@ -32,8 +32,8 @@ class TrainingSettings:
     mu_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the optimizer's first moment; bfloat16 takes half the memory."""
     gradient_wire: Literal["float32", "bfloat16"] = "float32"
-    """Communication dtype of gradients between sequence-parallel groups (over dp, those of experts
-    over edp); bfloat16 rounds them once, sends half the bytes and sums in float32. Inside a group
+    """Communication dtype of gradients between sequence-parallel groups (over dp; of experts, over
+    edp); bfloat16 rounds them once, sends half the bytes and sums in float32. Inside a group
     (cp and tp) they are sent in float32."""
     packing: bool | None = setting(
         None,

@@ -3,7 +3,7 @@
 Dr. GRPO divides neither by a group's standard deviation nor by a response's length. RLOO's baseline
 is the mean reward of the other completions of the prompt. MaxRL divides what is left of the reward
 by the mean of the prompt. GSPO's ratio and clip apply to the whole response. CISPO's ratio is a
-clipped weight without a gradient, so that every token keeps its gradient.
+clipped weight whose gradient is stopped, so that every token keeps its gradient.
 
 References:
   GRPO: Shao et al., "DeepSeekMath", 2024, eq. 3 and section 4.2. https://arxiv.org/abs/2402.03300
@@ -52,12 +52,12 @@ class GroupRelative(Recipe):
             )
 
     def row_advantages(self, batch: Batch[Array]) -> Float[Array, "batch"]:
-        """Advantage of each completion relative to those of its prompt."""
+        """Advantage of each completion relative to the others of its prompt."""
         return grpo_advantages(required(batch.rewards), required(batch.groups))
 
     def targets(self, batch: Batch[Array]) -> Targets[Array]:
         advantages = self.row_advantages(batch)
-        # The same on every token: without a critic there is no credit assignment to single tokens.
+        # The same on every token: only a critic would assign credit to single tokens.
         return Targets(jnp.where(batch.mask, advantages[:, None], 0.0))
 
 
@@ -102,7 +102,7 @@ class DrGrpo(GroupRelative):
 
 @dataclass(frozen=True)
 class Rloo(GroupRelative):
-    """RLOO over tokens. In the first update of a step its gradient is that of REINFORCE; in later
+    """RLOO over tokens. In the first update of a step its gradient is REINFORCE's; in later
     ones the clipped ratio corrects for completions that are off-policy."""
 
     def row_advantages(self, batch: Batch[Array]) -> Float[Array, "batch"]:
@@ -146,7 +146,7 @@ class Cispo(GroupRelative):
     """CISPO with an upper bound only, as in the paper; the value of the bound is verl's."""
 
     clip_low: float = 1.0
-    """How far the weight may fall below 1; 1 is without a bound."""
+    """How far the weight may fall below 1; 1 means no bound."""
     clip_high: float = 0.2
     """How far the weight may rise above 1."""
 

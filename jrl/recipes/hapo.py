@@ -11,8 +11,8 @@ log-entropy of a token, standardised over its batch and scaled to a signal from 
 | `differential_redistribution` | differential advantage redistribution | amplifies or damps |
 | `asymmetric_clipping` | asymmetric adaptive clipping | widens one bound of the clip |
 
-Statistics: the loss uses those of the whole mini-batch under the current policy, whatever the
-micro-batch; the sampler uses those of the step before, over all its tokens in the loss mask, under
+Statistics: the loss uses statistics of the whole mini-batch under the current policy, whatever the
+micro-batch; the sampler uses the step before's, over all its tokens in the loss mask, under
 the policy that sampled them. The trainer computes that policy's entropies before the first update,
 in the pass that gives old log-probabilities, and keeps four numbers (`Recipe.update_state`).
 The first step samples at the base temperature.
@@ -72,7 +72,7 @@ class Hapo(Dapo):
     token_level_group_average: bool = True
     """Compare a completion with the mean over the tokens of its group, not over its completions."""
     differential_redistribution: bool = True
-    """Amplify the advantages of high-entropy tokens whose probability moves, and damp those of
+    """Amplify the advantages of high-entropy tokens whose probability moves, and damp advantages of
     low-entropy tokens whose probability does not."""
     asymmetric_clipping: bool = True
     """Let high-entropy tokens rise further before the clip, and low-entropy ones fall further."""
@@ -80,7 +80,7 @@ class Hapo(Dapo):
     entropy_quantile: float = 0.8
     """Tokens above this quantile of the log-entropies count as high-entropy: rho in the paper."""
     tau: float = 0.05
-    """How far the temperature follows the signal, as a share of itself: that of the released code,
+    """How far the temperature follows the signal, as a share of itself: the released code's value,
     whose signal is bounded. The paper has 0.1 with a signal that is not."""
     temperature_signal: TemperatureSignal = "bounded"
     """What the temperature follows: a signal from -1 to 1 as in the released code ("bounded"), or
@@ -186,7 +186,7 @@ class Hapo(Dapo):
 
     @classmethod
     def paper(cls) -> "Hapo":
-        """The paper's components and the released scripts' sizes: those of DAPO's table."""
+        """The paper's components and the released scripts' sizes (DAPO's table)."""
         return replace(
             super().paper(),
             learning_rate_warmup=10 * 16,  # 10 rollouts of 16 optimizer steps

@@ -1,4 +1,4 @@
-"""Recipes by name: those of the library, and a user's own from a Python file."""
+"""Recipes by name: the library's, and a user's own from a Python file."""
 
 import difflib
 import sys
@@ -32,7 +32,7 @@ def load_recipe(
       source: content of the file; None reads it.
 
     Raises:
-      ValueError: where there is no such recipe, or the class is not one.
+      ValueError: if there is no such recipe, or the class is not a recipe.
     """
     file, _, name = reference.rpartition(":")
     if not file:

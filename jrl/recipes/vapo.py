@@ -36,7 +36,7 @@ class Vapo(ImitatingActorCritic):
     """The policy's lam is 1 - 1 / (lam_alpha x response length). The paper's 0.05 suits lengths in
     the thousands: below 20 tokens it means lam = 0. None is `lam`, whatever the length."""
     lam: float = setting(0.95, minimum=0, maximum=1)
-    """The policy's lam where it does not adapt to the length."""
+    """The policy's lam if it does not adapt to the length."""
     whiten_advantages: bool = True
     """Shift and scale the advantages of a step to mean 0 and variance 1. The paper does not say."""
 

@@ -30,8 +30,8 @@ class Batch(Generic[Leaf]):
 
     Attributes:
       tokens: ``[batch, time]`` ids of prompt and response.
-      valid: ``[batch, time]`` true where a token is not padding.
-      mask: ``[batch, time]`` loss mask of the sampled tokens; false where an environment answers.
+      valid: ``[batch, time]`` false on padding.
+      mask: ``[batch, time]`` loss mask of the sampled tokens; false on an environment's answers.
       behaviour_logprobs: ``[batch, time]`` in the distribution sampled from: at the temperature of
         that token, which may follow its entropy, and after top-k and top-p.
       old_logprobs: ``[batch, time]`` denominators of the probability ratios: of the full
@@ -39,25 +39,26 @@ class Batch(Generic[Leaf]):
         or as recomputed by the trainer.
       old_entropy: ``[batch, time]`` of that policy before each token, at the base temperature.
       truncated: ``[batch]`` true if the length limit ended the response.
-      finished: ``[batch]`` true if a stop token or the length limit ended the response; false where
-        only the window ended and it continues in another step. None where all are finished.
+      finished: ``[batch]`` true if a stop token or the length limit ended the response; false if
+        only the window ended and it continues in another step. None if all are finished.
       groups: ``[batch]`` integers; completions of one prompt share one.
       lengths: ``[batch]`` sampled tokens of each completion, inside or outside of the loss mask.
-      rewards: ``[batch]`` one per completion, the sum over all turns; 0 where it is not finished.
+      rewards: ``[batch]`` one per completion, the sum over all turns; 0 if it is not finished.
       turn_rewards: ``[batch, time]`` the part of it for turns of a conversation before the last, on
-        the last token of each; None where there are none.
+        the last token of each; None if there are none.
       correct: ``[batch]`` true if the completion is finished and has full marks.
       old_values: ``[batch, time]`` of the critic before the update.
       logprobs: ``[batch, time]`` of each frozen network of `Recipe.networks`, by its role, at the
         base temperature, for example ``batch.logprobs["teacher"]``.
       advantages: ``[batch, time]``.
       returns: ``[batch, time]`` targets of the critic.
-      critic_mask: ``[batch, time]`` loss mask of the critic; None where it is `mask`.
+      critic_mask: ``[batch, time]`` loss mask of the critic; None if it equals `mask`.
       importance_weights: ``[batch, time]`` factors on the policy's token losses.
       choices: ``[batch, time, layer, k]`` expert ids for router replay: the experts that the
         policy's routers chose for each token when it was read, while decoding or in the trainer's
-        own pass, for the layers that have experts; `num_experts` where there is no record (padding,
-        and in a rollout the last token sampled, which was never read). None without replay.
+        own pass, for the layers that have experts; `num_experts` for tokens that have no record
+        (padding, and in a rollout the last token sampled, which was never read). None without
+        replay.
       starts: ``[batch]`` offsets of the rows in a packed pass (`jrl.rollout.packing`).
     """
 
@@ -95,9 +96,9 @@ class Targets(Generic[Leaf]):
 
     Attributes:
       advantages: of the policy's tokens.
-      returns: targets of the critic's values; None without a critic.
+      returns: targets of the critic's values; None if the recipe has no critic.
       mask: loss mask of the policy; None for all sampled tokens.
-      critic_mask: loss mask of the critic; None where it is that of the policy.
+      critic_mask: loss mask of the critic; None for the policy's.
     """
 
     advantages: Leaf
@@ -157,8 +158,8 @@ def required(leaf: Leaf | None) -> Leaf:
 
 
 def responses_of(batch: Batch[Array]) -> Bool[Array, "batch time"]:
-    """Mask of all sampled tokens, including those of earlier windows: the last `Batch.lengths`
-    tokens of each row that are no padding."""
+    """Mask of all sampled tokens, earlier windows included: the last `Batch.lengths` tokens of each
+    row that are no padding."""
     # Counted from the end: prompts vary in length, responses end with the row's last token.
     # (Conversations, whose masks have holes, are not sampled in windows.)
     remaining = jnp.flip(jnp.cumsum(jnp.flip(batch.valid, 1), 1, dtype=jnp.int32), 1)
@@ -166,8 +167,8 @@ def responses_of(batch: Batch[Array]) -> Bool[Array, "batch time"]:
 
 
 def penalised_rewards(batch: Batch[Array], kl_coef: float | None) -> Float[Array, "batch time"]:
-    """Reward of each token: that of the completion on its last one or, of a conversation, those of
-    turns on the last token of each; plus, on every token,
+    """Reward of each token: the completion's on its last token (in a conversation, each turn's on
+    the last token of the turn), plus on every token
     ``-kl_coef (old_logprobs - reference_logprobs)``, the k1 estimate of the KL divergence."""
     rewards = per_turn_rewards(batch)
     if kl_coef is None:

@@ -74,9 +74,9 @@ class Correction:
     top-p as far as possible: tokens that they remove are never sampled. There `old_logprobs` may be
     the sampler's own, and no forward pass is needed.
 
-    The fields are the hyperparameters of a recipe with these names. Weights are those of
+    The fields are the hyperparameters of a recipe with these names. Weights come from
     `truncated_weights`, `icepop_weights` or `sequence_masked_weights`, rejection is by
-    `geometric_rejection_mask` or `divergence_rejection_mask`; bounds that are None are those of
+    `geometric_rejection_mask` or `divergence_rejection_mask`; bounds that are None come from
     `RANGES` and `ACCEPTED`.
     """
 
@@ -128,8 +128,8 @@ class Correction:
         """Computes the corrections of a whole step, before its first update.
 
         Args:
-          logprobs: of the policy as recomputed by the trainer, in nats; None where it does not.
-            Required if `needs_recomputed_logprobs`.
+          logprobs: of the policy as recomputed by the trainer, in nats; None if it does not
+            recompute them. Required if `needs_recomputed_logprobs`.
           rollout_logprobs: of the same policy as recorded by the sampler.
           mask: loss mask of the sampled tokens.
           old_logprobs: the denominators of the loss's ratio: `rollout_logprobs`, or `logprobs` if
@@ -138,7 +138,7 @@ class Correction:
         """
         metrics, accepted = dict[str, Array](), mask
         if logprobs is not None:
-            # Reported with or without a correction: they measure the drift of the sampler.
+            # Reported for every setting: they measure the drift of the sampler.
             arrays = (logprobs, rollout_logprobs, mask)
             statistics = mismatch_statistics(*arrays)
             # Statistics of the weights are reported from the corrected weights, see `_weights`.

@@ -101,7 +101,7 @@ class Optimizer:
     def rate_at(self, count: Any) -> Any:
         """Learning rate of step `count`, from 0. Step n of the warm-up has the factor (n + 1) /
         warmup. With p from 0 to 1 over the steps that decrease the rate, the factor of "linear" and
-        "wsd" is ``1 - (1 - final) p``, that of "cosine"
+        "wsd" is ``1 - (1 - final) p``, and of "cosine"
         ``final + (1 - final) (1 + cos(pi p)) / 2``."""
         # The first step is above 0 already: a rate of 0 would train nothing.
         risen = self.learning_rate * jnp.minimum(1.0, (count + 1) / max(self.warmup, 1))

@@ -187,7 +187,7 @@ class Recipe(Hyperparameters):
         """Correction of the mismatch between sampler and trainer."""
         names = [field.name for field in fields(Correction)]
         correction = Correction(**{name: getattr(self, name) for name in names})
-        # Without a weighting a denominator has no effect, and would be rejected.
+        # A denominator needs a weighting, and would be rejected.
         if self.mismatch is None or self.mismatch_denominator is not None:
             return correction
         return replace(correction, mismatch_denominator=self.default_denominator)
@@ -195,8 +195,8 @@ class Recipe(Hyperparameters):
     @property
     def default_denominator(self) -> Denominator:
         """Default denominator of the importance weights, see `mismatch_denominator`."""
-        # A token with a temperature of its own is sampled from another distribution than that of
-        # the ratio: a weight over the whole policy would leave that uncorrected.
+        # A token with a temperature of its own is sampled from another distribution than the
+        # ratio's: a weight over the whole policy would leave that uncorrected.
         return "policy" if self.temperature_rule is None else "drawn"
 
     @property
@@ -302,7 +302,7 @@ class Recipe(Hyperparameters):
 
     @property
     def length_adaptive_alpha(self) -> float | None:
-        """The alpha of a lambda that adapts to the length of a response; None where it does not."""
+        """The alpha of a lambda that adapts to the length of a response; None if it does not."""
         return None
 
     def policy_lambda(self, lengths: Int[Array, "batch"]) -> float | Float[Array, "batch 1"]:
@@ -361,8 +361,8 @@ class Recipe(Hyperparameters):
 
         Args:
           scores: from the verifier, in [0, 1].
-          lengths: tokens of each completion, end-of-sequence included; of a conversation those of
-            policy and environment.
+          lengths: tokens of each completion, end-of-sequence included; of a conversation,
+            tokens of policy and environment.
           response_length: the limit of a completion, in tokens.
         """
         # Linear, so that partial marks keep their order; with rewards 0 and 1 scores are unchanged.
@@ -408,7 +408,7 @@ class Recipe(Hyperparameters):
         batch: Batch[Array],
         statistics: Any,
     ) -> tuple[Float[Array, "batch time"], Metrics]:
-        """Loss of each token, and metrics; by default those of `policy_loss`.
+        """Loss of each token, and metrics; by default from `policy_loss`.
 
         Args:
           logprobs: of the current policy.
