@@ -6,7 +6,7 @@
 
 A mutant is the code with one sign turned, one comparison loosened, one number off by one, one mask
 or one stopped gradient left out, one axis or one reduction replaced. It is killed if a test fails.
-The survivors are printed: each is either a hole in the tests or a change without an effect.
+The survivors are printed: each is either a hole in the tests or a change that has no effect.
 
 Each worker collects the vectors and the rules for arrays once and forks for every mutant: the copy
 puts the changed functions in the place of the old ones and runs the tests that may know. A copy of

@@ -70,7 +70,7 @@ ABOVE = {
     ),
 }
 
-# Rooms of moe from below: one imports those of the lines before its own.
+# Rooms of moe from below: one imports only rooms of the lines before its own.
 MOE_ROOMS = (
     ("architecture", "execution", "remat"),
     ("config",),
@@ -342,7 +342,7 @@ def test_importing_jrl_loads_nothing_heavier_than_jax():
 
 INSTALLED = {"jax", "flax", "optax", "orbax", "jaxtyping", "sentencepiece", "tyro", "rich"}
 INSTALLED |= {"matplotlib", "numpy", "yaml", "etils", *PACKAGES}
-"""What `pip install -e .` brings, without an extra."""
+"""What `pip install -e .` brings if no extra is named."""
 
 
 def imports_at_once(path: Path) -> frozenset[str]:

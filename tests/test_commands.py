@@ -153,7 +153,7 @@ def test_train_reads(command, monkeypatch, tmp_path):
     monkeypatch.setattr(flags.RunFolder, "read", lambda path: path)
     words = words_of(command)[2:]
     if words[-1:] in (["--layout"], ["--model"]):
-        words.pop()  # a flag named without a value
+        words.pop()  # a flag named with no value
     for before, word in pairwise(words):
         if before == "--config" and not word.startswith("preset:"):
             Path(word).parent.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ from sharding.folding.groups import axis_ranks
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = "\n".join(page.read_text() for page in DOCS)
-# A place in the site: "::: jrl.losses.gae", with or without a heading's mark before it.
+# A place in the site: "::: jrl.losses.gae", a heading's mark may be before it.
 PLACES = re.findall(r"(?m)^(?:#+ )?::: (jrl\.losses\.[\w.]+)$", PAGES)
 SOURCES = sorted(
     path for folder in ("jrl", "moe", "sharding") for path in (ROOT / folder).rglob("*.py")
@@ -67,7 +67,7 @@ def test_every_diagnostic_has_its_place_in_their_order():
 
 
 def test_places_are_functions_and_not_the_files_of_those_names():
-    """The site's reader of sources takes the file where both have one name."""
+    """The site's reader of sources takes the file if both have one name."""
     files = {path.stem for path in (ROOT / "jrl" / "losses").rglob("*.py")}
     for place in PLACES:
         name = place.split(".")[-1]

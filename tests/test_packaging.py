@@ -120,7 +120,7 @@ def imported(*folders):
 
 
 def test_declared_dependencies_are_imported():
-    """Those of the base install by the packages, those of extras also by tests and benchmarks."""
+    """The base install's by the packages, extras also by tests and benchmarks."""
     library = imported("jrl", "moe", "sharding")
     everything = library | imported("tests", "benchmarks", "experiments", "docs")
     unused = set()

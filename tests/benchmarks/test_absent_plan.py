@@ -28,7 +28,7 @@ def plan():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_published_network_can_be_compiled(name):
-    """Its fields are those of a network of the same sizes."""
+    """Its fields describe a network of the same sizes."""
     result = network_fields(name, PRESETS[name], ())
     assert result["num_layers"] == PRESETS[name].num_layers
     assert "execution" not in result

@@ -62,7 +62,7 @@ def test_each_row_is_a_line_and_a_row_of_its_table():
 
 
 def test_markdown_schedule_includes_steps_without_flags():
-    """Rows of a program are neighbours, the one without a flag first."""
+    """Rows of a program are neighbours, the one that has no flag first."""
     names = "collectives", "asynchronous", "communication", "exposed"
     names += "communication_of_layers", "exposed_of_layers"
     overlap = {name: OVERLAPPED[name] for name in names} | {"exposed": 6e-3}

@@ -44,7 +44,7 @@ def test_numbers_between_evaluations():
 
 
 def ended(folder, lines, steps=None):
-    """A run with plots: one that was stopped on the way, where it has more steps to go."""
+    """A run with plots: one that was stopped on the way, if it has more steps to go."""
     (folder / "plots").mkdir(parents=True)
     steps = lines[-1]["step"] if steps is None else steps
     (folder / "config.json").write_text(json.dumps({"run": {"steps": steps}}), encoding="utf-8")

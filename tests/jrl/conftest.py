@@ -12,7 +12,7 @@ from jrl.trainer import outputs
 @pytest.fixture(autouse=True, scope="session")
 def _no_pictures():
     """Pictures take most of the time of a small run whose programs are there already: a run draws
-    them where a test asks for `pictures`, and `tests/jrl/report` draws all kinds."""
+    them if a test asks for `pictures`, and `tests/jrl/report` draws all kinds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(outputs, "plot_run", lambda *paths, title: [])
         yield
@@ -20,7 +20,7 @@ def _no_pictures():
 
 @pytest.fixture
 def in_empty_folder(tmp_path, monkeypatch):
-    """Folders without a name must not land in the repository."""
+    """Unnamed folders must not land in the repository."""
     monkeypatch.chdir(tmp_path)
 
 

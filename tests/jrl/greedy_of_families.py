@@ -60,7 +60,7 @@ def generated(model, folder):
         )
     prompt = inputs["input_ids"]
     mask = torch.ones_like(prompt)
-    # Ends are those of the export's generation_config.json.
+    # Ends come from the export's generation_config.json.
     out = model.generate(prompt, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
     with torch.no_grad():
         logits = model(out).logits[0, prompt.shape[1] - 1 : -1]

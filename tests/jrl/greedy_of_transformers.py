@@ -22,7 +22,7 @@ def main(folder):
     ).eval()
     text = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
-    # Ends are those of the export's generation_config.json.
+    # Ends come from the export's generation_config.json.
     out = model.generate(**ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0].tolist()
     prompt = ids["input_ids"].shape[1]
     print(f"PROMPT = {out[:prompt]}\nCOMPLETION = {out[prompt:]}")

@@ -142,7 +142,7 @@ def test_devices_that_are_there_will_do():
 
 
 def test_a_platform_that_is_not_there_is_one_line(monkeypatch):
-    """JAX itself ends in an assertion without a word where it sees no NVIDIA GPU."""
+    """JAX itself ends in a silent assertion if it sees no NVIDIA GPU."""
 
     def devices():
         raise AssertionError
@@ -159,7 +159,7 @@ def test_types_of_64_bits_are_rejected_before_anything_is_built():
 
 @pytest.fixture
 def no_cache():
-    """JAX without a folder for its cache, as a user's process starts."""
+    """JAX that has no folder for its cache, as a user's process starts."""
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {name: setting(name) for name in names}
     jax.config.update("jax_compilation_cache_dir", None)

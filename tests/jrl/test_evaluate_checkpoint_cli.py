@@ -20,7 +20,7 @@ from jrl.trainer.setup.setup import build_setup
 # Rows as in public data sets: other names, a number and a text as answers.
 ROWS = [{"question": q, "info": {"gold": a}} for q, a in QUESTIONS]
 LENGTH = 4
-# As by default, so that the programs are those of the other tests.
+# As by default, so that the other tests' programs are used again.
 ALL_SLOTS = "--slots=8"
 
 

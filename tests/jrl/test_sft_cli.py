@@ -50,7 +50,7 @@ def test_help_has_what_means_something(capsys):
     flags = set(re.findall(r"--(?:no-)?([a-z][a-z-]+)", text))
     assert {"batch", "max-length", "lora-rank", "dtype", "epochs", "packing", "learn"} <= flags
     named = {name.replace("_", "-") for name in idle_fields(Sft)}
-    # Of their own flags, not where a text names them.
+    # Their own flags, not texts that name them.
     listed = set(re.findall(r"--([a-z-]+) (?:INT|STR|FLOAT|\{|\[)", text))
     assert not named & listed and len(listed) > 30
     assert "0 takes as many as --epochs" in text and "Supervised fine-tuning" in text

@@ -147,7 +147,7 @@ def test_run_of_a_stranger_is_served_exported_reported_and_verified(stranger, ca
     assert served.versions.load()[1] == 2
     assert export.main([str(stranger.path), "--to", "exported"]) == 0
     assert report([str(stranger.path)]) == 0
-    assert runs(["verify", str(stranger.path)]) == 1  # the settings are not those of its checkpoint
+    assert runs(["verify", str(stranger.path)]) == 1  # the settings are not its checkpoint's
     assert run_of(RunFolder.read(stranger.path)).task == "task.py:make"
     assert stranger.ran == set()
 
@@ -268,7 +268,7 @@ def test_code_that_cannot_be_recorded_is_said(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_run_is_resumed_with_the_files_of_the_command_line(stranger, tmp_path):
-    """As by a scheduler, which repeats the first command on a machine without a record."""
+    """As by a scheduler, which repeats the first command on a machine that has no record."""
     shutil.copy(stranger.path / "recipe.py", "evil.py")
     for name in ("task.py", "reward.py"):
         shutil.copy(stranger.path / "code" / copy_name(name), name)

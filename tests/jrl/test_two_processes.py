@@ -39,7 +39,7 @@ FLAGS = [f"--{name}={value}" for name, value in SETTINGS.items()]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The run of two processes, then that of one, and what came of their commands."""
+    """The run of two processes, then of one, and the results of their commands."""
     folder = tmp_path_factory.mktemp("processes")
     for count in (2, 1):
         run_together(count, folder)

@@ -128,7 +128,7 @@ def test_runs(path, tmp_path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_committed_outputs_match_the_sources(path):
-    """The outputs that readers see without running anything: whole, in order, without an error,
+    """The outputs that readers see without running anything: whole, in order, free of errors,
     and with what the cells say now."""
     cells = json.loads(path.read_text())["cells"]
     counts = [cell["execution_count"] for cell in cells if cell["cell_type"] == "code"]

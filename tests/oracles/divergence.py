@@ -23,7 +23,7 @@ def kl_token(log_ratio, kind):
 
 
 def kl_clamped_token(log_ratio, kind, max_log_ratio=None, max_value=None):
-    """Value and derivative with both clamps: where one acts, the derivative is 0.
+    """Value and derivative with both clamps; a clamped value has a derivative of 0.
 
     Clamps do not touch the derivative of a straight-through estimator.
     """

@@ -26,8 +26,8 @@ def sequence_parallel_printed(b: int, s: int, h: int, n: int, m: int) -> float:
 def sequence_parallel_counted(b: int, s: int, h: int, n: int, m: int) -> float:
     """Volume of Ulysses attention, counted as (1), (3) and (4) are.
 
-    It is that of queries, keys and values (``1 + 2 / m``) and the output (1), each ``b s h / n``
-    times ``(n - 1) / n``.
+    It is the volume of queries, keys and values (``1 + 2 / m``) and the output (1), each ``b s h /
+    n`` times ``(n - 1) / n``.
     """
     return b * s * h / n * (n - 1) / n * (2 + 2 / m)
 

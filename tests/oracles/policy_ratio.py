@@ -236,7 +236,7 @@ def over_rows(row_loss, arrays, mask, bounds, settings):
 
 
 def policy_loss(row_loss, *, aggregation, clip_low=None, clip_high=None):
-    """The oracle of a loss: its value (or that of each token), its gradient and its metrics."""
+    """The oracle of a loss: its value (or each token's), its gradient and its metrics."""
     defaults, usual = {"clip_low": clip_low, "clip_high": clip_high}, aggregation
 
     def oracle(*, mask, importance_weights=None, aggregation=usual, **arguments):

@@ -33,7 +33,7 @@ def bucket():
 
 
 def _forget_clients():
-    """Clients of another server are those of none."""
+    """Forget clients of another server."""
     directory.bucket_files.cache_clear()
     for protocol in ("gs", "file"):
         fsspec.get_filesystem_class(protocol).clear_instance_cache()

@@ -13,7 +13,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def find_browser() -> str | None:
-    """The path of a browser that speaks the protocol, None where there is none."""
+    """The path of a browser that speaks the protocol; None if there is none."""
     return next((path for name in NAMES if (path := shutil.which(name)) is not None), None)
 
 

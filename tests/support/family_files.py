@@ -1,7 +1,7 @@
 """Checkpoints made small, each with what its family publishes beside the weights: a tokenizer of
 the same kind, a chat template of the same structure, special tokens and what ends a completion.
 
-The templates under `chat_templates` write what those of the families write, tools left out.
+The templates under `chat_templates` write the same text as the families' own, without tools.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Greedy completions of `transformers`, with an adapter of PEFT where one is given.
+"""Greedy completions of `transformers`, with an adapter of PEFT if one is given.
 
     python greedy_peer.py REQUESTS
 

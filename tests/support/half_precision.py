@@ -10,7 +10,7 @@ def assert_near_for_half_precision(gradient, other, precise):
 
     The distance depends on the leaf and on the processor's instructions: where terms cancel, what
     is left has the roundings of all of them. Two gradients with independent roundings of one size
-    are a factor of sqrt(2) apart; a mesh rounds each part of a sum where one device rounds once.
+    are a factor of sqrt(2) apart; a mesh rounds each part of a sum, one device only once.
     """
 
     def near(a, b, exact):

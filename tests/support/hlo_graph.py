@@ -23,7 +23,7 @@ class Instruction:
       name: its own.
       result: the type of what it gives, as printed.
       kind: of operation.
-      scope: where it was traced, ``jit(f)/.../name``.
+      scope: of its trace, ``jit(f)/.../name``.
       before: instructions of the same computation that it waits for.
       called: computations that it runs.
     """
@@ -94,7 +94,7 @@ class Graph:
         return a.name not in self.before(b.name) and b.name not in self.before(a.name)
 
     def collectives(self) -> list[Instruction]:
-        """Those of the entry; none may be hidden in what it calls."""
+        """Collectives of the entry; none may be hidden in what it calls."""
         own = [x for x in self.entry.values() if x.kind.removesuffix("-start") in COLLECTIVES]
         all_of_them = sum(
             x.kind.removesuffix("-start") in COLLECTIVES

@@ -6,8 +6,8 @@ import numpy as np
 
 
 def assert_trees_close_by_largest(found, expected, *, rtol: float, of_largest: float):
-    """Asserts that each array of a tree is that of `expected`, within `rtol` of each entry plus
-    `of_largest` times its largest entry, for example 2e-6.
+    """Asserts that each array of a tree equals its partner in `expected`, within `rtol` of each
+    entry plus `of_largest` times its largest entry, for example 2e-6.
 
     A small entry of a gradient is a difference of terms as large as its neighbours, and has their
     error.

@@ -105,8 +105,8 @@ CONFIGS = {
     ),
     # Experts that are full drop the later tokens of the rows, wherever these are.
     "full": replace(MOE, capacity_factor=0.8, drop_policy="position", drop_scope="full_sequence"),
-    # Tokens traded for heads, of which those of keys and values are sent twice: a rank of tp has
-    # one, or two are for cp4.
+    # Tokens traded for heads, with key and value heads sent twice: a rank of tp has one, or two
+    # are for cp4.
     "traded": replace(MOE, num_kv_heads=2, execution=Execution(context="ulysses")),
     "traded full": replace(
         MOE,
@@ -143,8 +143,8 @@ CONFIGS["delta two"] = replace(
     execution=Execution(fsdp=True, remat="selective"),
 )
 CONFIGS["servers four"] = replace(CONFIGS["four"], execution=CONFIGS["servers"].execution)
-# What is part of a larger layout has no case of its own: experts on the devices of dp, on those of
-# tp and of cp, parts of experts on those of tp.
+# Part of a larger layout has no case of its own: experts on the devices of dp, of tp or of cp,
+# parts of experts on the devices of tp.
 LAYOUTS = [
     # Every device has all experts.
     "tp2 cp2 dp2",
@@ -155,7 +155,7 @@ LAYOUTS = [
     "tp2 cp2 dp4 / ep8 etp2",
     "tp4 cp2 dp2 / ep16",
 ]
-# Two layers on each stage where a stage has two chunks of them, else one.
+# Two layers on each stage that has two chunks of them, else one.
 PIPELINES = ["pp2 dp2 cp2 tp2 / ep4 etp2", "pp2 vpp2 dp2 cp2 tp2 / ep8"]
 # What the other configurations add is spread over tp (dense layers, the values' alignment, the
 # tied head): a layout that has every axis is theirs, and one with experts inside tp.

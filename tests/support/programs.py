@@ -30,7 +30,7 @@ def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 def random_weights(config: ModelConfig, seed: int) -> Transformer[np.ndarray]:
     """Weights about as large as initial ones, none of them 0 or 1, and nothing is compiled: neither
-    here nor to lay them out, as NumPy's arrays go to many devices without a program."""
+    here nor to lay them out, as placing NumPy's arrays on many devices needs no program."""
     draw = np.random.default_rng(seed)
 
     def values(shape, weight):
@@ -61,7 +61,7 @@ def array_sizes(jaxpr):
 
 def most_bytes(jaxpr, within=False):
     """The most that the values of a program take at a time, beside what it is given: each as it is
-    written, from where it is made to where it is read last.
+    written, from its definition to its last use.
 
     A compiler's buffers are fewer, as it fuses operations, or more, as it chooses another order.
 

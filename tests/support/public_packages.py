@@ -11,7 +11,7 @@ import pytest
 
 
 def installed_into(folder: Path, names: Sequence[str]) -> Path:
-    """`folder`, with those packages that are not installed, for PYTHONPATH. Where they cannot be
+    """`folder`, with those packages that are not installed, for PYTHONPATH. If they cannot be
     installed, the test is skipped by their names, and fails in the gate."""
     missing = [name for name in names if not is_installed(name)]
     if missing:

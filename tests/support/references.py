@@ -8,7 +8,8 @@ from moe.experts.gated import apply_activation
 
 
 def dense_reference(weights, x, experts, probs, activation="silu"):
-    """That of `moe.experts.feed_forward.routed_experts`: every token through every expert, and the
+    """Reference of `moe.experts.feed_forward.routed_experts`: every token through every expert, and
+    the
     outputs multiplied by the gate weights."""
     gate, up = (
         jnp.einsum("nd,edf->nef", x, weights.gate_up[:, :, half].astype(x.dtype))

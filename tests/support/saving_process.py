@@ -2,7 +2,7 @@
 
 python saving_process.py PORT NUMBER FOLDER ADDRESS
 
-ADDRESS is that of a directory in a bucket.
+ADDRESS is of a directory in a bucket.
 """
 
 import json

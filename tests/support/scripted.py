@@ -62,8 +62,8 @@ class Scripted(Engine):
         }
 
     def score(self, prompts, needs_top_tokens=False):
-        """A token has minus its own id and that of the token before as its log-probability, and the
-        likeliest are the tokens in order."""
+        """A token's log-probability is minus the sum of its id and the id before it, and the top
+        tokens are the tokens in order."""
         assert not self.held
         self.scored.append([len(ids) for ids in prompts])
         scores = []

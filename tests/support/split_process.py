@@ -4,9 +4,8 @@
 
 Four devices in all; tokens are drawn, messages travel as M2N says. What it has of the logits and
 choices goes to FILE, with the bytes that it let others pull and what it was told. The process of
-number FAILS is killed after a token, where HOW is "dies", or does nothing more, where it is
-"hangs", and makes FILE.failed then; tokens are those of the batch, so that none waits to look at
-them.
+number FAILS is killed after a token if HOW is "dies", or does nothing more if it is "hangs",
+and makes FILE.failed then; tokens come from the batch, so that none waits to look at them.
 """
 
 import os

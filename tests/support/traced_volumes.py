@@ -1,4 +1,4 @@
-"""Volumes of collectives: those of traced programs beside the planner's, in one form."""
+"""Volumes of collectives, of traced programs beside the planner's, in one form."""
 
 import functools
 from collections import Counter
@@ -92,7 +92,7 @@ def method_of(config):
 
 def batch_of(config, layout):
     """Three rows of each ``dp`` rank in one micro-batch, or two that a pipeline runs one by one;
-    seven or four in pairs where they are to be halved, and no half has as many as layers."""
+    seven or four in pairs if they are to be halved, and no half has as many as layers."""
     time = 4096 if config.d_model > 1000 else 8
     if config.num_experts == 4:
         time = 100
@@ -105,8 +105,8 @@ def batch_of(config, layout):
 
 
 def atoms(mesh, transfer):
-    """The mesh axes of more than one device among those of a transfer's logical axes, on its side
-    of sequence-parallel groups."""
+    """The mesh axes of a transfer's logical axes that have more than one device, on its side of
+    sequence-parallel groups."""
     named = {atom for axis in transfer.axes for atom in getattr(mesh, axis)}
     if transfer.side == "inside":
         named &= set(mesh.sequence)
@@ -146,8 +146,8 @@ def traced(config, layout):
 
 
 def sent(config, layout):
-    """Bytes that a device gives to collectives, of sums those of the routers where no
-    pipeline has others of their shape: {(kind, mesh axes): bytes}."""
+    """Bytes that a device gives to collectives, {(kind, mesh axes): bytes}; of sums, only the
+    routers' if no pipeline has others of their shape."""
     sizes = Layout.parse(layout)
     mesh, result = fold_abstract(sizes), Counter()
     # Sums of a sequence and an expert; others are of a layer and an expert.

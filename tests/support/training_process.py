@@ -45,7 +45,7 @@ def main(run: Path, machine: str) -> None:
             for _ in range(20):
                 weights, value = step(weights, inputs)
                 value.block_until_ready()
-            time.sleep(PAUSE)  # where a trainer would wait for data
+            time.sleep(PAUSE)  # a trainer would wait for data here
             sampler.clock.step()
     assert value < first, "the steps taught nothing"
 

@@ -90,11 +90,11 @@ def batch() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def one_side(
     config: ModelConfig = CONFIG, sampled: bool | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """On one device: logits ``[step, row, vocab]``, choices ``[step, row, layer, k]`` and those of
-    the prompts ``[row, column, layer, k]``.
+    """On one device: logits ``[step, row, vocab]``, choices ``[step, row, layer, k]`` and choices
+    of the prompts ``[row, column, layer, k]``.
 
     Args:
-      sampled: whether tokens are drawn or the likeliest (`noise`); None has those of the batch.
+      sampled: true draws tokens, false takes the argmax (`noise`); None takes the batch's.
     """
     inputs = np.full((), sampled is None), noise(bool(sampled))
     ran = _one_side(config)(host_weights(config), *batch(), *inputs)

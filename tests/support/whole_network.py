@@ -1,6 +1,6 @@
 """A loss of the whole network and its gradient on any mesh, a pipeline or not.
 
-What `jrl.trainer.learner.update` does, without an objective and an optimizer.
+The work of `jrl.trainer.learner.update` but for its objective and its optimizer.
 """
 
 import jax
@@ -72,7 +72,7 @@ def loss(weights, piece, config, mesh):
 
 
 def at_once(weights, piece, config, mesh):
-    """The loss, the router's sums and the gradient, where a device holds all layers."""
+    """The loss, the router's sums and the gradient, of a device that holds all layers."""
     (value, stats), grads = jax.value_and_grad(loss, has_aux=True)(weights, piece, config, mesh)
     return (value, stats), grads
 

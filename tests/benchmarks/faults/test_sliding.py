@@ -1,4 +1,4 @@
-"""Looks one after the other: where they begin, and how many false alarms they raise."""
+"""Looks one after the other: their starts, and how many false alarms they raise."""
 
 import json
 from dataclasses import replace

@@ -67,7 +67,7 @@ def test_equation_5_where_2_and_3_hold():
 def test_the_published_ablation(model):
     ratio, third = PUBLISHED[model]
     layers = {"mixtral-8x22b": 56, "dbrx": 40, "scaled-moe": 48}[model]
-    # Measured is "about 1.9"; without any cost of a launch it is two but for the ends.
+    # Measured is "about 1.9"; if a launch cost nothing it would be two but for the ends.
     assert gain(ratio, 2, layers) == pytest.approx(1.9, rel=0.05)
     assert gain(ratio, 3, layers) == pytest.approx(third, rel=0.01)
     assert gain(ratio, 4, layers) == pytest.approx(1.0, rel=0.01)

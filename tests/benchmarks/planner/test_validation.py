@@ -80,7 +80,7 @@ def test_fitted_rows_are_predicted_as_measured_on_average():
 
 
 def test_dense_and_later_rows_are_within_a_quarter_held_out_or_not():
-    """And their errors are those of the page."""
+    """And their errors are on the page."""
     held_out = [row for row in DENSE_AND_LATER if not row.fitted]
     assert held_out == list(DENSE_AND_LATER[1::2])
     errors = [abs(ratio(row) - 1) for row in DENSE_AND_LATER]

@@ -1,4 +1,4 @@
-"""A run without a fault is not touched, and what touches one is told."""
+"""A healthy run is not touched, and what touches one is told."""
 
 import json
 

@@ -18,7 +18,7 @@ MASK = np.array(
 
 
 def numpy_batch(seed: int, mask: np.ndarray = MASK) -> dict[str, np.ndarray]:
-    """Arrays in float64 under the names of the arguments, those of rows among them."""
+    """Arrays in float64 under the names of the arguments, arrays of rows among them."""
     draw = np.random.default_rng(seed)
     shape = mask.shape
     logprobs = -draw.exponential(1.0, shape)

@@ -1,4 +1,4 @@
 """Batches and calls that the tests of this folder and of those below it import by their names.
 
-Being here, this file puts the folder where they are looked for.
+Being here, this file puts the folder on the import path.
 """

@@ -11,7 +11,7 @@ import jrl
 
 
 def public(name):
-    """The function behind a public name, which may be that of a package's."""
+    """The function behind a public name, for example `diagnostics.kl`."""
     return functools.reduce(getattr, name.split("."), jrl)
 
 

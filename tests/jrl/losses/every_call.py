@@ -73,6 +73,6 @@ def _array(name, parameter, rows, time):
 
 
 def values(result):
-    """The numbers of a result, those of records divided."""
+    """The numbers of a result; records give their quotient."""
     records = jax.tree.leaves(result, is_leaf=lambda x: hasattr(x, "value"))
     return [x.value() if hasattr(x, "value") else x for x in records]

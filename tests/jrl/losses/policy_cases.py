@@ -22,7 +22,7 @@ def arrays(b):
 
 
 def without_old(b):
-    """The arrays of a loss without a ratio."""
+    """The arrays of a loss that has no ratio."""
     return b["logprobs"], b["advantages"], b["mask"]
 
 
@@ -53,14 +53,14 @@ def value_and_slope(loss, arrays, **settings):
     return np.asarray(losses), np.asarray(slope)
 
 
-# Pieces of unequal sizes, one of them without a token: equal ones make wrong denominators look
-# right.
+# Pieces of unequal sizes, one of them empty: equal ones make wrong denominators look right.
 PIECES = (slice(0, 1), slice(1, 3), slice(3, 4), slice(4, 5))
 
 
 def assert_a_cut_sums_to_the_whole(loss, seeds, *, by="logprobs", of_the_whole=lambda b: {}):
-    """Compare `loss(batch, **settings)` of pieces of rows, given the denominators and what is
-    `of_the_whole` batch, with that of all rows; and its gradient by one of the arrays."""
+    """Compare `loss(batch, **settings)` and its gradient by one of the arrays, summed over pieces
+    of
+    rows, with all rows at once. Pieces get the denominators and what is `of_the_whole` batch."""
     counts = {"num_tokens": int(MASK.sum()), "num_sequences": int(MASK.any(1).sum())}
 
     def step(b, **settings):

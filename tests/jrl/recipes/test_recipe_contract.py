@@ -1,4 +1,4 @@
-"""What every recipe promises the trainer: those of the library, and two that are defined here."""
+"""The contract of recipes with the trainer: the library's, and two that are defined here."""
 
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -121,7 +121,7 @@ def totals_of(recipe, given, logprobs, entropy):
 
 
 def loss_of(recipe, given, logprobs, entropy, totals=None):
-    """The policy's loss, with the mini-batch's own totals where there are none yet."""
+    """The policy's loss, with the mini-batch's own totals if there are none yet."""
     totals = totals_of(recipe, given, logprobs, entropy) if totals is None else totals
     return policy_loss(recipe, logprobs, entropy, given, totals, TIME - PROMPT)
 
@@ -140,7 +140,7 @@ class Outcome(NamedTuple):
 
     Attributes:
       mask: of the tokens that its policy learns from.
-      targets: those of the batch.
+      targets: of the batch.
       whole: its loss and metrics.
       slope: the gradient of the loss by the log-probabilities.
       parts: losses and metrics of micro-batches.
@@ -217,7 +217,7 @@ def test_a_loss_is_the_sum_over_its_pieces(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Sapo, Toy])
 def test_a_recipe_of_ones_own_takes_a_step(kind):
-    """In micro-batches of four rows and of two: statistics are those of the mini-batch."""
+    """In micro-batches of four rows and of two: statistics cover the mini-batch."""
     found = []
     for micro_batch in (4, 2):
         recipe = kind(**SIZES, micro_batch=micro_batch)

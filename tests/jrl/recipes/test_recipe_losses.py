@@ -46,7 +46,7 @@ LOGPROBS, ENTROPY, VALUES = random(1, -2, 0), random(2, 0.1, 2), random(3, -1, 1
 
 
 def batch():
-    """Old log-probabilities near enough and far enough for every clip; NaN where nothing counts."""
+    """Old log-probabilities near enough and far enough for every clip; NaN outside the mask."""
     arrays = {
         "old_logprobs": LOGPROBS + random(4, -0.6, 0.6),
         "reference": LOGPROBS + random(5, -1, 1),
@@ -110,7 +110,7 @@ def in_pieces(recipe, logprobs, entropy):
 
 def test_totals():
     totals = count(batch())
-    # A row without a sampled token is no sequence, and its being correct adds no token.
+    # An empty row is no sequence, and its being correct adds no token.
     assert [int(x) for x in jax.tree.leaves(totals)] == [15, 5, 8, 15 + 2 * ROWS]
 
 

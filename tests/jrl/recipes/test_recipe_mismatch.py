@@ -111,7 +111,7 @@ def test_rejection(correction, kept):
     np.testing.assert_array_equal(
         metrics["rollout_rs_seq_masked_fraction"], gone.any(axis=1).mean()
     )
-    # Statistics are those of everything that was sampled.
+    # Statistics cover everything that was sampled.
     np.testing.assert_allclose(metrics["kl"], -LOG_W[MASK].mean(), **FLOAT32)
 
 

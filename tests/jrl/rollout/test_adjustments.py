@@ -1,4 +1,4 @@
-"""Adjustments of rows against what they say in NumPy, and in the engine beside rows without any."""
+"""Adjustments of rows against NumPy, and in the engine beside rows that have none."""
 
 import jax
 import jax.numpy as jnp

@@ -281,8 +281,8 @@ def test_beyond_the_extremes_a_temperature_is_bounded():
 
 @pytest.mark.parametrize("narrow", full_but([{}, {"top_k": 3}, {"top_p": 0.75}], {"top_k": 3}))
 def test_frequencies_at_a_temperature_that_adapts(narrow):
-    """Tokens come as often as the recorded probabilities say, which are of the row's temperature;
-    beside them are those of the policy at the base temperature."""
+    """Tokens come as often as the recorded probabilities say, at the row's temperature;
+    beside them are the policy's at the base temperature."""
     base, tau, num_draws = 0.8, 0.6, 6000
     logits = [1.0, 0.0, -1.0, 0.5, -3.0]
     sampling = Sampling(temperature=base, **narrow, adaptive=AdaptiveTemperature(tau=tau))

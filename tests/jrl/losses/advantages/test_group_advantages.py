@@ -46,7 +46,7 @@ UNSCALED = ("dr_grpo", "rloo", "opo", "gpg", "pass_at_k_exact")
 
 
 def draw(seed):
-    """Positive rewards with ties, groups of any names and sizes, rows without a token."""
+    """Positive rewards with ties, groups of any names and sizes, empty rows."""
     random = np.random.default_rng(seed)
     names = random.integers(-(2**31), 2**31, 4)
     rewards = np.round(random.uniform(0.5, 3, ROWS), 1)
@@ -84,7 +84,7 @@ def test_group_advantages_ignore_a_constant_per_group(name, seed):
     with jax.enable_x64(True):
         rewards, groups, mask = draw(seed)
         _, index = np.unique(groups, return_inverse=True)
-        # The deviation of the batch is not that of a group, so there the constant is one for all.
+        # The deviation of the batch differs from a group's, so there the constant is one for all.
         constant = 5.0 if name == "grpo, batch" else np.array([4.0, -8.0, 16.0, 1.0])[index]
         same(run(name, rewards + constant, groups, mask), run(name, rewards, groups, mask))
 

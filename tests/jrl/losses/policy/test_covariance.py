@@ -44,7 +44,7 @@ def _slope(seed, *arrays, fraction=2e-4, low=0.0):
 
 
 def _chosen(arrays, seed, **settings):
-    """Tokens in the range that have lost their gradient: those of advantage 0 lie at 0."""
+    """Tokens in the range that have lost their gradient; an advantage of 0 has none anyway."""
     slope = _slope(seed, *arrays, **settings)
     return np.asarray((slope == 0) & (arrays[2] != 0) & arrays[3].astype(bool))
 

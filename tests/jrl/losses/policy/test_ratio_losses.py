@@ -51,7 +51,7 @@ MODES = ("token-mean", "seq-mean-token-mean")
 @functools.cache
 def slopes_on_policy(name):
     """The gradient of the first step by its reduction, with one advantage per row: only then is
-    the step of GMPO and of a sequence that of REINFORCE."""
+    the step of GMPO and of a sequence REINFORCE's."""
     b = batch(0)
     inputs = {**b, "advantages": b["advantages"][:, :1], "old_logprobs": b["logprobs"]}
 

@@ -83,7 +83,7 @@ def test_sapo_of_equal_policies_is_two_over_tau():
     one = np.ones(2)
     losses = per_token(jrl.sapo_loss, one, one, np.array([1.0, -1.0]), one, tau_negative=4)
     np.testing.assert_allclose(losses, [-2, 0.5])
-    # A token without an advantage takes the temperature of the negative ones.
+    # A token of advantage 0 takes the temperature of the negative ones.
     _, metrics = jitted.sapo_loss(2 * one, one, 0 * one, one, tau_negative=4)
     p = 1 / (1 + np.exp(-4 * (np.e - 1)))
     np.testing.assert_allclose(metrics["gate"].value(), 4 * p * (1 - p), rtol=1e-3)

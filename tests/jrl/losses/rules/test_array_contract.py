@@ -127,7 +127,7 @@ def outcome(name) -> Outcome:
         f"mask of {jnp.dtype(mask_dtype)}": (call, converted(batch(1), mask_dtype, ["mask"])),
         "half precision": (call, batch(9, dtype=jnp.bfloat16)),
         "mixed precision": (call, converted(batch(10), jnp.bfloat16, MIXED)),
-        # Not among those of `lax.map`: what must be equal to the bit is called in the same way.
+        # Not among the cases of `lax.map`: equal bits need equal calls.
         "own mask": (call, batch(1)),
         "mixed precision, raised": (
             call,

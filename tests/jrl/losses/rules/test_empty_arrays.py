@@ -1,4 +1,4 @@
-"""Arrays of size 0: no row, or rows without any column."""
+"""Arrays of size 0: no row, or rows that have no column."""
 
 import chex
 import jax
@@ -14,7 +14,7 @@ import jrl
 
 # What is not about tokens or rows: its result does not vanish with them.
 OF_NUMBERS = {"adaptive_kl_coefficient", "adaptive_entropy_coefficient"}
-# What reads lengths or outcomes of rows, which may be there without a column.
+# What reads lengths or outcomes of rows, which may be there with no column.
 OF_LENGTHS = {
     "effective_length",
     "pass_at_k",

@@ -1,4 +1,5 @@
-"""Losses computed on eight devices, each with its own part of the batch, equal those of one."""
+"""Losses computed on eight devices, each with its own part of the batch, equal the losses of
+one."""
 
 import functools
 from typing import get_args

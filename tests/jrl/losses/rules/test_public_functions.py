@@ -81,7 +81,7 @@ def test_docstring_examples_are_true(name):
     module = importlib.import_module(name)
     failed, tried = doctest.testmod(module)
     assert not failed
-    # Files without a public name serve the others and have no examples of their own.
+    # Files that have no public name serve the others and need no examples.
     assert tried or not any(
         getattr(module, name, None) is getattr(jrl, name) for name in public(module)
     )

@@ -64,7 +64,7 @@ TRIED = {
 
 
 def cases(dtype):
-    """The cases of a precision, those of a function next to each other: they are one program."""
+    """The cases of a precision, ordered by function: cases of a function are one program."""
     named = [f"{name}: {DOCUMENTS[name]['cases'][n]['name']}" for name, n in TRIED[dtype]]
     return pytest.mark.parametrize(("name", "number"), TRIED[dtype], ids=named)
 
@@ -214,7 +214,7 @@ def compare_numbers(written, now):
         assert written == now
 
 
-# Those of diagnostics are this library's, whatever made it look there.
+# Diagnostics are this library's own.
 PUBLISHED = [row for row in ROWS if not row.function.startswith("diagnostics.")]
 
 

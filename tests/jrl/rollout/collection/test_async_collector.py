@@ -19,8 +19,9 @@ STEPS, ROUNDS = 6, 3
 
 
 class CountingEngine:
-    """An engine without a network: a poll gives each row in a slot one token, and the length of a
-    response is that of its prompt and sample."""
+    """An engine that has no network: a poll gives each row in a slot one token, and prompt and
+    sample
+    decide the length of a response."""
 
     def __init__(self, setup, lengths, slots=5):
         self.mesh, self.usage, self.version = setup.mesh, Usage(), 0
@@ -43,7 +44,7 @@ class CountingEngine:
         return rows
 
     def load(self, weights, version, entropy=None):
-        raise NotImplementedError  # the step's business, not that of `AsyncCollector`
+        raise NotImplementedError  # the step does it, not `AsyncCollector`
 
     num_idle, release, cancel, take_pool, give_pool = 0, load, load, load, load
 
@@ -78,7 +79,7 @@ class ScriptedTask(ProceduralTask):
 
 
 def expected_prompts(informative, first):
-    """The prompts that a batch is made of where it begins with `first`, and the one after it."""
+    """The prompts of a batch that begins with `first`, and the next prompt."""
     last = first + ROUNDS * PROMPTS
     good = [number for number in range(first, last) if informative[number]]
     if len(good) >= PROMPTS:

@@ -83,7 +83,7 @@ def test_samples_of_the_policy():
 
 
 class ScriptedEngine:
-    """An engine without a network: three tokens to every request; a row begins with the number of
+    """An engine that has no network: three tokens to every request; a row begins with the number of
     its prompt. Requests end in an order of their own, a few at a time."""
 
     def __init__(self, setup, order):
@@ -205,7 +205,7 @@ def test_dynamic_sampling_refills(name):
     assert [c.example.answer for c in kept[::2]] == ["101", "103", "106", "108"]
     assert np.sort(scores_of(kept).reshape(4, 2)).tolist() == [[0, 1], [0, 0.5], [0, 1], [0, 1]]
     assert groups_of(kept).tolist() == [101, 101, 103, 103, 106, 106, 108, 108]
-    # The rows on the mesh are those of the list: each has the number of its prompt in it.
+    # The rows on the mesh equal the list: each has the number of its prompt in it.
     assert first_tokens(collected.batch) == groups_of(kept).tolist()
     assert collected.batch.mask.sum() == 8 * 3
     expected = {

@@ -211,7 +211,7 @@ def test_neither_slots_nor_windows_have_a_say(slots, window):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp1", "tp2 dp2 / ep4"])
 def test_the_fewer_are_left_the_fewer_are_computed(monkeypatch, layout):
-    """Where nothing else comes and nothing is taken back; the tokens are the same."""
+    """If nothing else comes and nothing is taken back; the tokens are the same."""
     expected, full = drawn(LONG, LONG.requests)
     for name, value in {
         "MIN_LENGTH_TO_SHRINK": COLUMNS,
@@ -361,7 +361,7 @@ def test_a_cache_that_the_kernel_cannot_read_is_refused_before_a_row_comes():
 
 @pytest.mark.parametrize("layout", ["dp1", pytest.param("tp2 dp2 / ep4", marks=pytest.mark.slow)])
 def test_choices_are_those_of_the_whole_sequence(layout):
-    """Experts are recorded where a token was run; the last one of a row was not."""
+    """Experts are recorded for each token that was run; the last one of a row was not."""
     asked = Asked(layout=layout)
     rollout = decode(asked)
     experts = CONFIG.num_experts
@@ -394,7 +394,7 @@ def chosen(rollout):
 
 @pytest.mark.slow
 def test_states_are_those_of_a_rows_own_tokens():
-    """Where a slot has gone on its state is no longer that of the prompt, which is run again."""
+    """A slot that went on has overwritten the state of its prompt, so the prompt is run again."""
     delta = GatedDeltaNet((0,), 2, 4, key_head_dim=5, value_head_dim=3, conv_width=4)
     config = replace(DENSE, num_layers=2, delta=delta, attention_gate=True)
     few = {"response": 5, "stops": (99,), "slots": 2, "records_choices": False}

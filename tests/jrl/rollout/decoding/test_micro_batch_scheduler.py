@@ -44,7 +44,7 @@ def test_who_comes_later_joins_the_lightest():
     """By the tokens that stand in the slots by then, not by those that came."""
     scheduler, contexts = seated([10] * 12)
     for slot in contexts:
-        # One micro-batch of each rank has short rows, as where they began anew.
+        # One micro-batch of each rank has short rows, as if they had just begun.
         scheduler.lengths[slot] = 20 if slot // SIZE % PARTS == 1 else 200
     scheduler.waiting.extend(request(number, 5) for number in (100, 101))
     (program,) = scheduler.schedule()

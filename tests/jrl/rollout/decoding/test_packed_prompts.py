@@ -1,4 +1,4 @@
-"""Prompts that share rows: where they stand, and that each is run as in a row of its own."""
+"""Prompts that share rows: their places, and equal results in rows of their own."""
 
 from dataclasses import replace
 from typing import Any

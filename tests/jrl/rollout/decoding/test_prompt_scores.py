@@ -1,4 +1,4 @@
-"""A server's log-probabilities of a prompt are those of the trainer."""
+"""A server's log-probabilities of a prompt equal the trainer's."""
 
 from dataclasses import replace
 

@@ -15,7 +15,7 @@ from jrl.rollout.decoding.sizes import MIN_WINDOW, cache_length_to_read, plan_wi
         (64, 108, 64),
         (65, 108, 108),
         (65, 264, 128),
-        # Where that is most of them, a part costs as much to copy as it saves.
+        # If that is most of them, a part costs as much to copy as it saves.
         (129, 264, 264),
         (64, 95, 95),
         (64, 96, 64),

@@ -123,7 +123,7 @@ def test_experts_move_while_rows_decode():
     for a, b in zip(*map(rows_of, given), strict=True):
         np.testing.assert_array_equal(b.tokens, a.tokens)
         np.testing.assert_allclose(b.old_logprobs, a.old_logprobs, atol=CLOSE)
-    # The next rollout begins where this one did: it is the same to the last bit.
+    # The next rollout begins with the same state: its bits are the same.
     again = answers(two, asked.requests, asked.sampling)
     for a, b in zip(rows_of(given[1]), rows_of(again), strict=True):
         np.testing.assert_array_equal(b.tokens, a.tokens)
@@ -136,7 +136,7 @@ def test_experts_move_while_rows_decode():
 
 @pytest.mark.slow
 def test_the_loads_are_the_tokens_that_experts_had():
-    """All of a rollout's but for each row's last token, which is not run; rows are those of one
+    """All of a rollout's but for each row's last token, which is not run; rows come from one
     side."""
     asked = Asked()
     one, two = asked.engine(), engine(asked, "dp1 / ep2", expert_slots=3, replan=1000)

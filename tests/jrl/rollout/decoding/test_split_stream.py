@@ -1,4 +1,4 @@
-"""Rows of any kind, written with attention and experts on devices of their own, are those of one
+"""Rows of any kind, decoded with attention and experts on devices of their own, equal rows of one
 mesh."""
 
 from dataclasses import replace
@@ -124,7 +124,7 @@ def test_the_split_is_invisible(split, places):
             np.testing.assert_allclose(best, of_one, atol=CLOSE)
     if "replan" in places:
         assert backend.expert_balancer.has_moved
-        # They stay where they are while nobody asks.
+        # They keep their places while no request comes.
         placed = backend.expert_balancer.placements
         engine.submit(asked(0, GREEDILY))
         assert backend.expert_balancer.placements == placed

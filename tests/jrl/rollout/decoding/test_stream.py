@@ -1,5 +1,5 @@
-"""Rows written a few tokens at a time, each drawn as its request asks: the tokens are those of the
-engine that draws all rows alike, and nothing else that runs has a say in them."""
+"""Rows written a few tokens at a time, each drawn as its request asks: the tokens equal the
+tokens of an engine that draws all rows alike, and nothing else that runs has a say in them."""
 
 from functools import cache
 

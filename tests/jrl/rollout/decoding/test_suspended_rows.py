@@ -69,7 +69,7 @@ def test_rows_go_on_where_they_stood(records_choices):
         for name in ("behaviour_logprobs", "old_logprobs"):
             found, wanted = getattr(trajectory, name), getattr(whole, name)
             np.testing.assert_array_equal(found[:length], wanted[:length])
-            # A cache that prefill makes is that of single steps but for rounding.
+            # A cache that prefill makes equals the cache of single steps but for rounding.
             np.testing.assert_allclose(found, wanted, atol=2e-6)
         was = 5 if number not in before and trajectory.versions[0] == 5 else 6
         np.testing.assert_array_equal(trajectory.versions[:length], 5)
@@ -103,8 +103,8 @@ def test_the_weights_of_the_moment_go_on():
         np.testing.assert_allclose(
             done[number].old_logprobs[length:], whole.old_logprobs, atol=2e-6
         )
-        # The experts of what was sampled before are those of that time; the last token before the
-        # push was not run then.
+        # Tokens sampled before keep the experts of their time; the last token before the push was
+        # not run then.
         (moved,) = move_to_host([done[number]])
         run = len(request.tokens) + length - 1
         np.testing.assert_array_equal(moved.sampled.choices[:run], earlier.choices[:run])
