@@ -88,7 +88,7 @@ def test_a_record_names_files_relative_to_the_folder_of_the_campaign(tmp_path):
 def test_the_page_has_the_table_of_the_tries():
     """If this fails, put in what `python -m campaign.faults --table FILE` prints."""
     record = Path(campaign.__file__).with_name("tries.jsonl")
-    page = (ROOT / "docs" / "several_machines.md").read_text()
+    page = (ROOT / "campaign" / "README.md").read_text()
     assert campaign.table(campaign._records(record)) in page
     assert not re.search(r'[ "]/', record.read_text()), "a path of the machine that ran it"
 
