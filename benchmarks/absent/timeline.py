@@ -11,7 +11,8 @@ in it.
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.absent.work import FREE, Program, Work, work_of
+from benchmarks.absent.traffic import Program
+from benchmarks.absent.work import FREE, Work, work_of
 from sharding.costs.hardware import HARDWARE, Hardware
 from sharding.costs.transfer import Transfer
 from sharding.folding import Layout

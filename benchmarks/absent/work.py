@@ -1,24 +1,21 @@
 """Work of the instructions of a scheduled program: floating-point operations and bytes.
 
 Products of matrices count, in fusions too, with the calls of libraries and kernels that multiply;
-elementwise arithmetic does not. Bytes are those of operands and results: of an operand of which a
-fusion reads a slice, the slice.
+elementwise arithmetic does not. Bytes are of operands and results (`benchmarks.absent.traffic`).
 """
 
 import math
 import re
 from dataclasses import dataclass
 
-from sharding.overlap import Instruction, bytes_of_type, shapes_of_type
+from benchmarks.absent.traffic import Program, traffic
+from sharding.overlap import Instruction, shapes_of_type
 
-Program = dict[str, list[Instruction]]
 FREE = {
     *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "domain"),
     *("partition-id", "replica-id", "opt-barrier", "add-dependency", "async-update", "iota"),
 }
 """Operations that move no data."""
-UPDATE = "dynamic-update-slice"
-SLICES = {"slice", "dynamic-slice", "gather"}
 ATTENTION_PRODUCTS = {
     "attention_forward": 2,
     "attention_grad_query": 3,
@@ -62,7 +59,7 @@ def work_of(instruction: Instruction, own: dict[str, Instruction], program: Prog
     if instruction.operation in FREE or instruction.operation.endswith("-done"):
         return Work()
     operands = [own[name] for name in instruction.operands if name in own]
-    return Work(_flops(instruction, operands, program), _bytes(instruction, operands, program))
+    return Work(_flops(instruction, operands, program), traffic(instruction, operands, program))
 
 
 def _flops(instruction: Instruction, operands: list[Instruction], program: Program) -> float:
@@ -166,36 +163,3 @@ def _attention_flops(products: int, operands: list[tuple[int, ...]]) -> float:
     keys = PROMPT if of_queries == of_keys else PROMPT + RESPONSE
     seen = keys * (1 - of_queries / of_keys / 2)
     return 2.0 * products * rows * seen * width
-
-
-def _bytes(instruction: Instruction, operands: list[Instruction], program: Program) -> float:
-    operation, result = instruction.operation, float(instruction.bytes)
-    if operation in SLICES:
-        return 2 * result
-    if operation == UPDATE:
-        return 2.0 * operands[1].bytes
-    if operation != "fusion":
-        return result + sum(one.bytes for one in operands)
-    inner = program.get(instruction.called[0], []) if instruction.called else []
-    parameters = {int(one.arguments): one for one in inner if one.operation == "parameter"}
-    total = 0.0
-    for index, operand in enumerate(operands):
-        total += _read(parameters[index], inner) if index in parameters else operand.bytes
-    updates = [one for one in inner if one.operation == UPDATE]
-    if updates and bytes_of_type(updates[-1].result) == result:
-        # The buffer is updated in place.
-        by_name = {one.name: one for one in inner}
-        return total + by_name[updates[-1].operands[1]].bytes
-    return total + result
-
-
-def _read(parameter: Instruction, inner: list[Instruction]) -> float:
-    """Bytes of a parameter of a fusion that are read."""
-    users = [one for one in inner if parameter.name in one.operands]
-    # Not as an index, which is read whole.
-    sources = [one for one in users if one.operands[0] == parameter.name]
-    if users and sources == users and all(one.operation in SLICES for one in users):
-        return float(sum(one.bytes for one in users))
-    if users and sources == users and all(one.operation == UPDATE for one in users):
-        return 0.0
-    return float(parameter.bytes)

@@ -99,6 +99,94 @@ def test_a_fusion_reads_the_slice_of_an_operand():
     assert work_of(own["b.1"], own, program) == Work(0, 2 * MATRIX + 4)
 
 
+STACK = "bf16[4,8,8]{2,1,0}"
+LAYER, ROW = 8 * 8 * 2, 8 * 2
+FUSIONS = {
+    "slice of a bitcast": (
+        "%y = bf16[8,8]{1,0}",
+        "%v = bf16[32,8]{1,0} bitcast(%p)\n  ROOT %r = bf16[8,8]{1,0} dynamic-slice(%v, %i, %i)",
+        2 * LAYER + 4,
+    ),
+    "slice of a cast": (
+        "%y = f32[8,8]{1,0}",
+        "%v = f32[4,8,8]{2,1,0} convert(%p)\n"
+        "  ROOT %r = f32[8,8]{1,0} dynamic-slice(%v, %i, %i, %i)",
+        LAYER + 2 * LAYER + 4,
+    ),
+    "slice and the whole": (
+        f"%y = {STACK}",
+        "%v = bf16[8,8]{1,0} dynamic-slice(%p, %i, %i, %i)\n"
+        f"  ROOT %r = {STACK} multiply(%p, %p)",
+        8 * LAYER + 4,
+    ),
+    "update in place": (
+        f"%y = {STACK}",
+        "%new = bf16[1,8,8]{2,1,0} broadcast(%i)\n"
+        f"  ROOT %r = {STACK} dynamic-update-slice(%p, %new, %i, %i, %i)",
+        LAYER + 4,
+    ),
+    "update through a bitcast": (
+        f"%y = {STACK}",
+        "%v = bf16[32,8]{1,0} bitcast(%p)\n  %new = bf16[1,8]{1,0} broadcast(%i)\n"
+        "  %u = bf16[32,8]{1,0} dynamic-update-slice(%v, %new, %i, %i)\n"
+        f"  ROOT %r = {STACK} bitcast(%u)",
+        ROW + 4,
+    ),
+    "two results, one of them in place": (
+        f"%y = (bf16[8]{{0}}, {STACK})",
+        "%new = bf16[1,8,8]{2,1,0} broadcast(%i)\n  %z = bf16[8]{0} broadcast(%i)\n"
+        f"  %u = {STACK} dynamic-update-slice(%p, %new, %i, %i, %i)\n"
+        f"  ROOT %r = (bf16[8]{{0}}, {STACK}) tuple(%z, %u)",
+        LAYER + ROW + 4,
+    ),
+    "scatter": (
+        f"%y = {STACK}",
+        "%new = bf16[1,8,8]{2,1,0} broadcast(%i)\n"
+        f"  ROOT %r = {STACK} scatter(%p, %i, %new), to_apply=%add",
+        2 * LAYER + 4,
+    ),
+}
+
+
+@pytest.mark.parametrize("start", ["", "-start"])
+@pytest.mark.parametrize(("result", "inner", "moved"), FUSIONS.values(), ids=FUSIONS)
+def test_a_fusion_moves_the_elements_that_it_uses(result, inner, moved, start):
+    if start:
+        name, kind = result.split(" = ")
+        result = f"{name} = (({STACK}, s32[]), {kind}, u32[])"
+    text = (
+        f"HloModule m, is_scheduled=true\n\n%f (p: {STACK}, i: s32[]) -> bf16[8] {{\n"
+        f"  %p = {STACK} parameter(0)\n  %i = s32[] parameter(1)\n  {inner}\n}}\n\n"
+        f"ENTRY %main (x: {STACK}, n: s32[]) -> bf16[8] {{\n"
+        f"  %x = {STACK} parameter(0)\n  %n = s32[] parameter(1)\n"
+        f"  {result} fusion{start}(%x, %n), kind=kLoop, calls=%f\n}}\n"
+    )
+    program = computations(text)
+    own = {one.name: one for one in program[ENTRY]}
+    assert work_of(own["y"], own, program).bytes == moved
+
+
+@pytest.mark.parametrize(
+    ("instruction", "moved"),
+    [
+        ("%y = bf16[1,8,8]{2,1,0} dynamic-slice(%x, %n, %n, %n)", 2 * LAYER),
+        (f"%y = (({STACK}, s32[]), bf16[1,8,8]{{2,1,0}}) dynamic-slice-start(%x, %n)", 2 * LAYER),
+        (f"%y = ({STACK}, {STACK}) copy-start(%x)", 8 * LAYER),
+        (f"%y = {STACK} dynamic-update-slice(%x, %z, %n, %n, %n)", 2 * LAYER),
+        (f"%y = {STACK} scatter(%x, %n, %z), to_apply=%add", 3 * LAYER + 4),
+    ],
+)
+def test_an_instruction_alone_moves_what_it_slices_or_updates(instruction, moved):
+    text = (
+        f"HloModule m, is_scheduled=true\n\nENTRY %main (x: {STACK}, n: s32[]) -> bf16[8] {{\n"
+        f"  %x = {STACK} parameter(0)\n  %n = s32[] parameter(1)\n"
+        f"  %z = bf16[1,8,8]{{2,1,0}} parameter(2)\n  {instruction}\n}}\n"
+    )
+    program = computations(text)
+    own = {one.name: one for one in program[ENTRY]}
+    assert work_of(own["y"], own, program).bytes == moved
+
+
 # Rows, positions of queries and of keys as tables, queries, keys and values: as the kernels get
 # them for two sequences of 512 and 1,536 tokens of Qwen3-30B-A3B.
 PROMPT = ((32,), (16, 2, 64), (8, 2, 128), (512, 64, 128), (32, 128, 128), (32, 128, 128))
