@@ -30,7 +30,7 @@ from jaxtyping import Array
 
 from moe.adapters import Adapted, is_adapted, select_trained
 from moe.architecture.lora import Lora, group_targets
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.huggingface.checkpoint import (
     EMBEDDING,
     HEAD,
@@ -45,7 +45,6 @@ from moe.huggingface.quantised import PlainTensor
 from moe.huggingface.tensors import Tensors, tensors_of
 from moe.placement import in_chunks, shardings
 from moe.weights import Transformer, adaptable_weights, axis_sizes, initialise_trained, table
-from sharding.folding import FoldedMesh
 
 WITHOUT_EFFECT = {
     # Files and the programs that wrote them.
@@ -421,7 +420,7 @@ def check_head_copy(directory: str | Path, checkpoint: str | Path) -> None:
 
 
 def load_adapters(
-    directory: str | Path, config: ModelConfig, mesh: FoldedMesh, architecture: str | None = None
+    directory: str | Path, model: Model, architecture: str | None = None
 ) -> Transformer[Array]:
     """The adapters in a folder, float32, sharded over `mesh` as `moe.placement.in_chunks` stores
     them; None in place of the weights beside them.
@@ -438,6 +437,7 @@ def load_adapters(
       ValueError: for a network without adapters, and when tensors are unknown, lack their other
         half, or have another shape.
     """
+    config = model.config
     if (lora := config.lora) is None:
         raise ValueError(
             "the config has no lora, so no adapters can be read: set lora to adapters_of(...)."
@@ -477,8 +477,8 @@ def load_adapters(
             f"{directory / TENSORS} does not fit this model "
             f"({len(wrong)} tensors differ): {'; '.join(wrong)}."
         )
-    target_shardings = select_trained(shardings(config, mesh), statement)
-    return jax.device_put(in_chunks(empty, mesh), target_shardings)
+    target_shardings = select_trained(shardings(model), statement)
+    return jax.device_put(in_chunks(empty, model.mesh), target_shardings)
 
 
 def _order_of(stated: Adapted[Any], plan: Tensors, sizes: Mapping[str, int]) -> _Order:

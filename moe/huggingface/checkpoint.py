@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.huggingface.configuration import (
     Dtype,
     family_for,
@@ -66,14 +66,13 @@ def load(
       ValueError: for what `config_from` and `load_weights` refuse.
     """
     config, _ = read_config(directory, dtype)
-    return config, load_weights(directory, config, mesh)
+    return config, load_weights(directory, Model(config, mesh))
 
 
 @former_keywords(places="target_shardings")
 def load_weights(
     directory: str | Path,
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    model: Model,
     target_shardings: Transformer[NamedSharding] | None = None,
 ) -> Transformer[Array]:
     """The weights of a checkpoint, float32, sharded over `mesh` as `moe.placement.in_chunks` stores
@@ -92,12 +91,13 @@ def load_weights(
       ValueError: when tensors are missing, left over, or of another shape or type than the network
         has: all of them are listed. Also when the layout cannot split them.
     """
+    config, mesh = model.config, model.mesh
     directory = Path(directory)
     family = family_of(directory)
-    wanted = shardings(config, mesh) if target_shardings is None else target_shardings
-    in_order = without_chunks(config, mesh)
+    wanted = shardings(model) if target_shardings is None else target_shardings
+    in_order = without_chunks(model)
     # Stages may hold layers out of order, or with padding: then by way of the smallest parts.
-    first = wanted if in_order == mesh else shard_shardings(config, in_order)
+    first = wanted if in_order == model else shard_shardings(in_order)
     shards, structure = jax.tree.flatten(first)
     weight_shapes = jax.tree.leaves(shapes(config))
     plans = tensors_of(config, family)

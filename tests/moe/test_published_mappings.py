@@ -16,7 +16,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding
 from whole_network import loss_and_gradient
 
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.placement import in_chunks, specs
 from moe.weights import num_parameters, shapes
 from sharding.folding import Layout, fold_abstract
@@ -105,7 +105,7 @@ def test_what_a_device_holds(model, devices, layout):
     local = jax.tree.map(
         lambda whole, spec: NamedSharding(mesh.mesh, spec).shard_shape(whole.shape),
         shapes(config),
-        specs(config, mesh),
+        specs(Model(config, mesh)),
     )
     layers, d_model = config.num_layers // sizes.pp, config.d_model
     heads, kv_heads = config.num_heads // sizes.tp, config.num_kv_heads // sizes.tp
@@ -215,7 +215,7 @@ def test_gradients_are_summed_over_the_groups_of_the_reference(model, layout):
     local = jax.tree.map(
         lambda whole, spec: NamedSharding(mesh.mesh, spec).shard_shape(whole.shape),
         shapes(config),
-        specs(config, mesh),
+        specs(Model(config, mesh)),
     )
     attention, experts = local.layers.attention, local.layers.experts
 

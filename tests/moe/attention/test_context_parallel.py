@@ -17,7 +17,7 @@ from programs import jit, mesh_of, on_mesh
 from tiers import full_but
 
 from moe.attention.context_parallel import received_elements
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.execution import Execution
 from moe.tokens.packing import pack_rows, pack_segments, pack_shared_prompts
 from sharding.collectives import join_shards, local_shard
@@ -58,11 +58,12 @@ KINDS = ["rows", "shared prompts", "packed"]
 
 
 def batches(mesh, config=None):
+    model = Model(config, mesh)
     tokens, valid = jnp.zeros((BATCH, TIME), int), jnp.asarray(valid_rows())
     return {
-        "rows": pack_rows(tokens, valid, mesh, config),
-        "shared prompts": pack_shared_prompts(tokens, valid, PROMPT, COPIES, mesh, config),
-        "packed": pack_segments(tokens, jnp.asarray(segments()), 12 * BATCH, mesh, config),
+        "rows": pack_rows(tokens, valid, model),
+        "shared prompts": pack_shared_prompts(tokens, valid, PROMPT, COPIES, model),
+        "packed": pack_segments(tokens, jnp.asarray(segments()), 12 * BATCH, model),
     }
 
 
@@ -176,8 +177,7 @@ def test_a_ring_in_half_precision_errs_as_little_as_blocks():
             packed = pack_rows(
                 jnp.zeros((BATCH, TIME), int),
                 jnp.asarray(valid_rows()),
-                mesh,
-                network(execution),
+                Model(network(execution), mesh),
             )
             own = (local_shard(packed.zigzag.flatten(x), mesh.cp) for x in given)
             read = packed.core_attention_of_layer(0)(*own, scale=SCALE)
@@ -276,6 +276,6 @@ def test_sends_what_the_docstring_says(context, layout):
     forward = tokens * (cp - 1) / cp * ((queries + keys) / cp if context == "ulysses" else keys)
     config = replace(network(Execution(context=context)), head_dim=HEAD_DIM)
     both = (HEAD_DIM + V_HEAD_DIM) / (2 * HEAD_DIM)  # `received_elements` knows heads of one width
-    assert received_elements(config, mesh_of(layout)) * tokens / cp * both == forward
+    assert received_elements(Model(config, mesh_of(layout))) * tokens / cp * both == forward
     # A ring's keys and values go round twice, and their gradients once.
     assert total == (3 if context == "ring" else 2) * forward

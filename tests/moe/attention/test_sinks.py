@@ -14,7 +14,7 @@ from moe.attention import blocked as blocking
 from moe.attention.core import core_attention
 from moe.attention.fused import with_sinks
 from moe.cache import StepCore, StepTokens
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.execution import Execution
 from moe.ops.attention import cached_attention
 from moe.ops.mask import Mask, TokenIndices
@@ -149,7 +149,7 @@ def test_devices_of_a_sequence_read_what_one_does(context):
     )
 
     def packed():
-        return pack_rows(jnp.zeros((BATCH, TIME), int), jnp.asarray(valid()), mesh, config)
+        return pack_rows(jnp.zeros((BATCH, TIME), int), jnp.asarray(valid()), Model(config, mesh))
 
     def local(query, key, value, weight, sinks):
         attend = packed().core_attention_of_layer(0, WINDOW)
@@ -175,8 +175,9 @@ def test_devices_of_a_sequence_read_what_one_does(context):
 
 def test_what_knows_no_sinks_says_so():
     config = ModelConfig(2, attention_sinks=True, execution=Execution(decode_attention="mosaic"))
+    model = Model(config, mesh_of("dp1"))
     buffers = jnp.zeros((1, 2, 24, 8)), jnp.zeros((1, 2, 8, 24))
     with pytest.raises(
         ValueError, match="decode_attention='mosaic' is not supported: attention sinks"
     ):
-        StepCore(config, 0, buffers, StepTokens(*jnp.zeros((2, 1), jnp.int32), jnp.ones(1, bool)))
+        StepCore(model, 0, buffers, StepTokens(*jnp.zeros((2, 1), jnp.int32), jnp.ones(1, bool)))

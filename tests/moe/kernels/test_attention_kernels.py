@@ -14,7 +14,7 @@ from tiers import full_but
 from benchmarks.kernel_cases import ATTENDED, marks
 from moe.attention import blocked
 from moe.attention.core import core_attention
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.execution import Execution
 from moe.kernels import attention as attention_kernels
 from moe.kernels import choice, mosaic
@@ -256,7 +256,7 @@ def test_they_attend_over_cp(context):
     )
 
     def local(query, key):
-        packed = pack_rows(jnp.zeros((1, 256), int), jnp.ones((1, 256), bool), mesh, config)
+        packed = pack_rows(jnp.zeros((1, 256), int), jnp.ones((1, 256), bool), Model(config, mesh))
         attend = packed.core_attention_of_layer(0)
         out, back = jax.vjp(lambda *x: attend(*x), query, key, key)
         return out, *back(out)

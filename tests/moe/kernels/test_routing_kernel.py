@@ -15,7 +15,7 @@ from whole_network import loss_and_gradient
 
 from benchmarks import kernel_cases
 from moe.cache import StepTokens
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.decoding import packed_step
 from moe.execution import Execution
 from moe.kernels import routing
@@ -155,7 +155,7 @@ def test_where_nothing_is_learned_the_load_is_what_the_kernel_counted(monkeypatc
     def load(config):
         def run(router, h):
             # Products of the router alone: its experts are not asked for.
-            return layer.route(Experts(router, h, h), h, packed, config, mesh)[1].load
+            return layer.route(Experts(router, h, h), h, packed, Model(config, mesh))[1].load
 
         sharded = jax.shard_map(run, mesh=mesh.mesh, in_specs=(P(), P()), out_specs=P(mesh.axes))
         return jit(sharded)(router, h)

@@ -12,7 +12,7 @@ from programs import jit, mesh_of, on_mesh
 from tiers import full_but
 
 from moe.architecture.feed_forward import can_drop
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.ops.zigzag import ZigzagLayout
 from moe.router.layer import capacity_of, drop
 from moe.router.routing import Routing
@@ -53,7 +53,9 @@ def zigzag_of(mesh):
 def dropping(config, layout, zigzag=None):
     mesh = mesh_of(layout)
     zigzag, spec = zigzag or zigzag_of(mesh), P(mesh.axes)
-    return on_mesh(lambda routing: drop(routing, zigzag, config, mesh), mesh, (spec,), (spec, spec))
+    return on_mesh(
+        lambda routing: drop(routing, zigzag, Model(config, mesh)), mesh, (spec,), (spec, spec)
+    )
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
@@ -75,7 +77,7 @@ def test_drops_what_the_loops_drop(policy, layout, scope, groups):
     # Tokens of a scope, times 2 of 5, times 1.25.
     capacity = {24: 12, 3: 2, 6: 3}[TOKENS // groups]
     mesh = mesh_of(layout)
-    assert capacity_of(zigzag_of(mesh), config, mesh) == capacity
+    assert capacity_of(zigzag_of(mesh), Model(config, mesh)) == capacity
     total = 0
     for seed in range(4):
         routing = routing_of(seed)
@@ -150,7 +152,7 @@ def test_no_choice_is_lost(seed, factor, policy):
     kept = out.experts < ROUTE
     assert kept.sum() + int(dropped.sum()) == valid.sum() * CHOSEN
     load = [int((out.experts == expert).sum()) for expert in range(ROUTE)]
-    assert max(load) <= capacity_of(zigzag_of(mesh), config, mesh)
+    assert max(load) <= capacity_of(zigzag_of(mesh), Model(config, mesh))
 
 
 _DROPS = {}
@@ -173,8 +175,8 @@ def test_capacities(factor, scope, expected):
     config = replace(CONFIG, capacity_factor=factor, drop_scope=scope)
     # Rows of 10 that cp pads to 12.
     zigzag = ZigzagLayout(((4, 10),), ranks=2)
-    assert capacity_of(zigzag, config, mesh) == expected
-    assert capacity_of(zigzag, CONFIG, mesh) is None
+    assert capacity_of(zigzag, Model(config, mesh)) == expected
+    assert capacity_of(zigzag, Model(CONFIG, mesh)) is None
 
 
 @pytest.mark.parametrize(
@@ -184,5 +186,5 @@ def test_capacities(factor, scope, expected):
 def test_a_capacity_from_which_on_nothing_can_drop(factor, per_token, drops):
     config = ModelConfig(5, num_experts=4, experts_per_token=per_token, capacity_factor=factor)
     assert can_drop(config) == drops
-    capacity = capacity_of(ZigzagLayout(((1, 4096),), ranks=1), config, mesh_of("dp1"))
+    capacity = capacity_of(ZigzagLayout(((1, 4096),), ranks=1), Model(config, mesh_of("dp1")))
     assert (capacity is not None and capacity < 4096) == drops

@@ -1,6 +1,7 @@
 """The load of each sequence on any mesh, however sequences are packed, and what is sent for it."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,8 +11,11 @@ import pytest
 from jax.extend import core
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh
+from small_networks import ROUTED
 from tiers import full_but
 
+from moe.config import Model
+from moe.execution import Execution
 from moe.tokens.packing import PackedBatch, pack_rows, pack_segments, pack_shared_prompts
 from moe.tokens.sequences import load_fraction, sequence_load_fractions
 from sharding.collectives import local_shard
@@ -40,11 +44,12 @@ def segments():
 
 def packed_as(kind: str, mesh) -> PackedBatch:
     tokens, valid = jnp.zeros((ROWS, TIME), int), jnp.asarray(valid_rows())
+    model = Model(replace(ROUTED, execution=Execution(context="gather")), mesh)
     if kind == "rows":
-        return pack_rows(tokens, valid, mesh)
+        return pack_rows(tokens, valid, model)
     if kind == "segments":
-        return pack_segments(tokens, jnp.asarray(segments()), 8, mesh)
-    return pack_shared_prompts(tokens, valid, PROMPT, COPIES, mesh)
+        return pack_segments(tokens, jnp.asarray(segments()), 8, model)
+    return pack_shared_prompts(tokens, valid, PROMPT, COPIES, model)
 
 
 def num_packed(kind: str, mesh) -> int:
