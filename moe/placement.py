@@ -92,7 +92,7 @@ def first_layers_of_chunks(num_layers: int, mesh: FoldedMesh) -> tuple[int, ...]
 
 
 def specs(model: Model) -> Transformer[PartitionSpec]:
-    """PartitionSpec of each weight on `mesh`, stored as by `in_chunks`.
+    """PartitionSpec of each weight on the mesh, stored as by `in_chunks`.
 
     Embedding and head are replicated if ``tp`` does not divide the vocabulary, whose size is given
     and not a choice of the layout.
@@ -244,10 +244,10 @@ def stored_specs(model: Model) -> Transformer[PartitionSpec]:
 
 
 def shardings(model: Model) -> Transformer[NamedSharding]:
-    """`stored_specs` on the devices of `mesh`."""
+    """`stored_specs` on the devices of the mesh."""
     return named_shardings(stored_specs(model), model.mesh)
 
 
 def shard_shardings(model: Model) -> Transformer[NamedSharding]:
-    """`shard_specs` on the devices of `mesh`."""
+    """`shard_specs` on the devices of the mesh."""
     return named_shardings(shard_specs(model), model.mesh)

@@ -86,9 +86,8 @@ def _normalise(x: Heads, scale: Array | None, num_heads: int, model: Model) -> H
     else:
         local_sum = jnp.sum(jnp.square(wide), axis=(-2, -1), keepdims=True)
         mean_square = all_sum(local_sum, model.mesh.tp) / (num_heads * x.shape[-1])
-    return (wide * jax.lax.rsqrt(mean_square + model.config.norm_epsilon) * scale[None]).astype(
-        x.dtype
-    )
+    normed = wide * jax.lax.rsqrt(mean_square + model.config.norm_epsilon)
+    return (normed * scale[None]).astype(x.dtype)
 
 
 def scale_queries(query: Heads, config: ModelConfig) -> Heads:

@@ -422,15 +422,15 @@ def check_head_copy(directory: str | Path, checkpoint: str | Path) -> None:
 def load_adapters(
     directory: str | Path, model: Model, architecture: str | None = None
 ) -> Transformer[Array]:
-    """The adapters in a folder, float32, sharded over `mesh` as `moe.placement.in_chunks` stores
-    them; None in place of the weights beside them.
+    """Loads the adapters of a folder, float32, sharded over the model's mesh as
+    `moe.placement.in_chunks` stores them; None in place of the weights beside them.
 
     Matrices of a target that the folder has none for get adapters of zeros, which stay zeros: it is
     as if there were none. So do the ranks that a matrix has fewer than the network; where its scale
     is another than the network's, its B makes up for it.
 
     Args:
-      config: the network, with adapters as `adapters_of` describes them.
+      model: the network, with adapters as `adapters_of` describes them.
       architecture: as for `save_adapters`.
 
     Raises:

@@ -75,8 +75,8 @@ def load_weights(
     model: Model,
     target_shardings: Transformer[NamedSharding] | None = None,
 ) -> Transformer[Array]:
-    """The weights of a checkpoint, float32, sharded over `mesh` as `moe.placement.in_chunks` stores
-    them.
+    """Loads the weights of a checkpoint, float32, sharded over the model's mesh as
+    `moe.placement.in_chunks` stores them.
 
     One shard of one weight is in host memory at a time, filled tensor by tensor: at most the share
     of one device in the largest weight. A process reads only what its own devices hold, and what
@@ -84,15 +84,14 @@ def load_weights(
 
     Args:
       directory: as for `load`.
-      config: configuration of the network, as `config_from` gave it.
+      model: its configuration as `config_from` gave it, on a mesh.
       target_shardings: where the weights go; None is `moe.placement.shardings`.
 
     Raises:
       ValueError: when tensors are missing, left over, or of another shape or type than the network
         has: all of them are listed. Also when the layout cannot split them.
     """
-    config, mesh = model.config, model.mesh
-    directory = Path(directory)
+    config, directory = model.config, Path(directory)
     family = family_of(directory)
     wanted = shardings(model) if target_shardings is None else target_shardings
     in_order = without_chunks(model)
@@ -111,7 +110,9 @@ def load_weights(
             for plan, leaf, sharding in zip(plans, weight_shapes, shards, strict=True)
         ]
     weights = structure.unflatten(leaves)
-    return weights if in_order == mesh else jax.device_put(in_chunks(weights, mesh), wanted)
+    if in_order == model:
+        return weights
+    return jax.device_put(in_chunks(weights, model.mesh), wanted)
 
 
 def open_tensors(directory: Path, stack: ExitStack) -> dict[str, PlainTensor]:

@@ -214,8 +214,8 @@ def float32_shardings(model: Model) -> Transformer[NamedSharding]:
 
 @cache
 def to_masters(model: Model) -> Callable[..., Transformer[Array]]:
-    """Compiled function that copies weights of any dtype and sharding to new masters, shaped as
-    `mesh` stores them."""
+    """Compiled function that copies weights of any dtype and sharding to new masters, shaped as the
+    mesh stores them."""
     # A copy where it is float32 already: updates donate the buffers.
     return jit_sharded(
         lambda weights: jax.tree.map(lambda leaf: jnp.copy(leaf.astype(jnp.float32)), weights),

@@ -463,7 +463,7 @@ def cache_bytes(model: Model, slots: int, row_length: int) -> int:
     """Bytes of the KV cache on one device, see `moe.cache.Cache`.
 
     Args:
-      mesh: mesh of sampling.
+      model: on the mesh of sampling.
       slots: rows on all devices.
       row_length: tokens of a row.
     """
