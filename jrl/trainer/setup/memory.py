@@ -482,24 +482,24 @@ def cache_bytes(model: Model, slots: int, row_length: int) -> int:
     return slots * (attending * row_length * widths * itemsize + _state_bytes(config, tp, itemsize))
 
 
-def _state_bytes(model: ModelConfig, tp: int, itemsize: int) -> int:
+def _state_bytes(config: ModelConfig, tp: int, itemsize: int) -> int:
     """Bytes of a row's states in the layers with Gated DeltaNet, whatever its length."""
-    if model.delta is None:
+    if config.delta is None:
         return 0
-    delta = model.delta
+    delta = config.delta
     state = delta.num_value_heads // tp * delta.key_head_dim * delta.value_head_dim
     tail = delta.num_key_heads // tp * delta.content_dim * (delta.conv_width - 1)
     # The recurrent state is float32.
     return len(delta.layers) * (4 * state + itemsize * tail)
 
 
-def logits_bytes(model: ModelConfig, geometry: Geometry, rows: int) -> int:
+def logits_bytes(config: ModelConfig, geometry: Geometry, rows: int) -> int:
     """Bytes of the float32 logits on one device while `rows` responses are scored in one pass."""
-    mesh, vocab_size = geometry.mesh, model.vocab_size
+    mesh, vocab_size = geometry.mesh, config.vocab_size
     # Of responses only: states before prompt tokens never reach the LM head.
     section = -(-rows // mesh.size(mesh.dp)), geometry.response_length
     tokens = geometry.num_tokens(section) // mesh.size(mesh.cp)
-    width, chunk = -(-vocab_size // mesh.size(mesh.tp)), model.execution.vocab_chunk
+    width, chunk = -(-vocab_size // mesh.size(mesh.tp)), config.execution.vocab_chunk
     num_logits = tokens * (width if chunk is None else min(chunk, width))
     # Top-k and top-p need all logits of a row: rows are sharded over tp instead of the vocabulary.
     if sampling_of(geometry.recipe).truncates:
@@ -507,13 +507,13 @@ def logits_bytes(model: ModelConfig, geometry: Geometry, rows: int) -> int:
     return 4 * num_logits
 
 
-def choices_bytes(model: ModelConfig, tokens: int) -> int:
+def choices_bytes(config: ModelConfig, tokens: int) -> int:
     """Bytes of the expert ids of `tokens`."""
-    num_ids = tokens * model.num_expert_layers * model.experts_per_token
-    return num_ids * choices_dtype(model.num_experts).itemsize
+    num_ids = tokens * config.num_expert_layers * config.experts_per_token
+    return num_ids * choices_dtype(config.num_experts).itemsize
 
 
-def stage_input_bytes(model: ModelConfig, geometry: Geometry) -> int:
+def stage_input_bytes(config: ModelConfig, geometry: Geometry) -> int:
     """Bytes of the layers' inputs that a pipeline stage keeps during an update, for all chunks in
     flight."""
     mesh = geometry.mesh
@@ -523,9 +523,9 @@ def stage_input_bytes(model: ModelConfig, geometry: Geometry) -> int:
     # Slot indices start at 0.
     chunks = 1 + max(map(max, schedule.slots()))
     # Dense first layers run with the embedding, outside of the chunks.
-    layers = placement.stored_depth(model.num_layers - model.num_dense_layers, mesh)
-    itemsize = jax.numpy.dtype(model.dtype).itemsize
-    return chunks * layers * tokens * model.d_model * itemsize
+    layers = placement.stored_depth(config.num_layers - config.num_dense_layers, mesh)
+    itemsize = jax.numpy.dtype(config.dtype).itemsize
+    return chunks * layers * tokens * config.d_model * itemsize
 
 
 CPU_CACHE_BYTES = 2 << 30

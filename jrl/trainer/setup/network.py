@@ -29,7 +29,7 @@ from sharding.costs.dispatch import GPU_BUFFER_FACTOR
 from sharding.folding import FoldedMesh
 
 
-def network_of(model: ModelConfig, run: RunConfig) -> ModelConfig:
+def network_of(config: ModelConfig, run: RunConfig) -> ModelConfig:
     """Network config with the settings of a run.
 
     Raises:
@@ -38,11 +38,11 @@ def network_of(model: ModelConfig, run: RunConfig) -> ModelConfig:
     settings = {item.name: getattr(run, item.name) for item in fields(RouterSettings)}
     requested = {name: value for name, value in settings.items() if value is not None}
     for name, value in requested.items():
-        if name == "bias_update_rate" and value and not model.selection_bias:
+        if name == "bias_update_rate" and value and not config.selection_bias:
             raise _no_effect_error(name, run, "selection bias")
-        if value and not model.num_experts:
+        if value and not config.num_experts:
             raise _no_effect_error(name, run, "experts")
-    capacity = requested.get("capacity_factor", model.capacity_factor)
+    capacity = requested.get("capacity_factor", config.capacity_factor)
     for name in ("drop_policy", "drop_scope"):
         if name in requested and capacity is None:
             raise ValueError(
@@ -50,49 +50,49 @@ def network_of(model: ModelConfig, run: RunConfig) -> ModelConfig:
                 f"makes experts drop: give --capacity-factor, or leave out {flag(name)}."
             )
     for name in names_with(Execution, "experts"):
-        if getattr(run, name) != getattr(Execution, name) and not model.num_experts:
+        if getattr(run, name) != getattr(Execution, name) and not config.num_experts:
             raise _no_effect_error(name, run, "experts")
-    if run.latent is not None and model.mla is None:
+    if run.latent is not None and config.mla is None:
         raise _no_effect_error("latent", run, "latent attention")
-    dtype = model.dtype if run.dtype is None else run.dtype
-    lora = lora_of(model, run)
-    bias_update_rate = requested.get("bias_update_rate", model.bias_update_rate)
-    if lora is not None and model.selection_bias and bias_update_rate:
+    dtype = config.dtype if run.dtype is None else run.dtype
+    lora = lora_of(config, run)
+    bias_update_rate = requested.get("bias_update_rate", config.bias_update_rate)
+    if lora is not None and config.selection_bias and bias_update_rate:
         raise ValueError(
             f"bias_update_rate={bias_update_rate} moves a weight that lora_rank={lora.rank} "
             "freezes: give --bias-update-rate 0."
         )
-    return replace(model, **requested, dtype=dtype, execution=run.execution, lora=lora)
+    return replace(config, **requested, dtype=dtype, execution=run.execution, lora=lora)
 
 
-def frozen_network_of(model: ModelConfig, run: RunConfig, mesh: FoldedMesh) -> ModelConfig:
+def frozen_network_of(config: ModelConfig, run: RunConfig, mesh: FoldedMesh) -> ModelConfig:
     """Network config of a frozen network beside the policy: its own router, the dtype and the
     execution settings of the run as far as they apply to it."""
     execution = run.execution
-    if not model.num_experts:
+    if not config.num_experts:
         settings = names_with(Execution, "experts")
         execution = replace(execution, **{name: getattr(Execution, name) for name in settings})
-    dtype = model.dtype if run.dtype is None else run.dtype
-    config = with_dispatch(replace(model, dtype=dtype, execution=execution), run, mesh)
+    dtype = config.dtype if run.dtype is None else run.dtype
+    config = with_dispatch(replace(config, dtype=dtype, execution=execution), run, mesh)
     check_supported(Model(config, mesh))
     check_shardable(config, mesh)
     return config
 
 
-def lora_of(model: ModelConfig, run: RunConfig) -> Lora | None:
+def lora_of(config: ModelConfig, run: RunConfig) -> Lora | None:
     """LoRA settings of a run; None without adapters."""
     if run.lora_rank is None:
         return None
-    available = targets_of(model)
+    available = targets_of(config)
     # The head is adapted only if it is named.
     default_targets = tuple(target for target in available if target != "head")
     targets = default_targets if run.lora_targets is None else tuple(run.lora_targets.split(","))
     if not all(map(is_target, targets)):
         check_packages(f"lora_targets={run.lora_targets!r}")
-        targets = targets_from_modules(model, targets)
+        targets = targets_from_modules(config, targets)
     alpha = 2.0 * run.lora_rank if run.lora_alpha is None else run.lora_alpha
     lora = Lora(run.lora_rank, alpha, targets, run.lora_rank_stabilised)
-    weights = (*available, *adaptable_weights(model))
+    weights = (*available, *adaptable_weights(config))
     absent = [target for target in targets if target not in weights]
     if absent:
         raise ValueError(
@@ -102,25 +102,25 @@ def lora_of(model: ModelConfig, run: RunConfig) -> Lora | None:
     return lora
 
 
-def with_dispatch(model: ModelConfig, run: RunConfig, mesh: FoldedMesh) -> ModelConfig:
+def with_dispatch(config: ModelConfig, run: RunConfig, mesh: FoldedMesh) -> ModelConfig:
     """Network config with the token dispatch method and the expert buffers of the run or, by
     default, those that are the fastest on the training mesh. They are set explicitly, so that
     scoring and sampling use the same method, with dropless buffers and on layouts of their own
     too."""
     name = run.dispatch
-    if dispatches_tokens(Model(model, mesh)):
+    if dispatches_tokens(Model(config, mesh)):
         if run.buffer_factor is None and mesh.platform == "gpu":
-            execution = replace(model.execution, buffer_factor=GPU_BUFFER_FACTOR)
-            model = replace(model, execution=execution)
+            execution = replace(config.execution, buffer_factor=GPU_BUFFER_FACTOR)
+            config = replace(config, execution=execution)
         # Chosen once, for the training mesh: other passes must not choose another for theirs.
-        name = name or cheapest(exchange_of(Model(model, mesh)), mesh)
-    return replace(model, execution=replace(model.execution, dispatch=name))
+        name = name or cheapest(exchange_of(Model(config, mesh)), mesh)
+    return replace(config, execution=replace(config.execution, dispatch=name))
 
 
-def buffers_explained(model: ModelConfig, run: RunConfig) -> str | None:
-    """Explanation of the buffers that `with_dispatch` chose for `model`, in a line; None if it
+def buffers_explained(config: ModelConfig, run: RunConfig) -> str | None:
+    """Explanation of the buffers that `with_dispatch` chose for `config`, in a line; None if it
     chose none."""
-    factor = model.execution.buffer_factor
+    factor = config.execution.buffer_factor
     if run.buffer_factor is not None or factor is None:
         return None
     return (
@@ -215,20 +215,20 @@ def _obstacles(model: Model) -> Iterator[tuple[str, str, str]]:
             yield "attention", f"is not supported: {heads}", instead
 
 
-def check_dispatchers(model: ModelConfig, *meshes: FoldedMesh) -> None:
+def check_dispatchers(config: ModelConfig, *meshes: FoldedMesh) -> None:
     """Raises ValueError, naming the token dispatcher that was chosen, for a mesh on which it is not
     supported."""
-    execution = model.execution
+    execution = config.execution
     if execution.dispatch is not None:
         for mesh in meshes:
             check_dispatch(execution.dispatch, mesh, execution.server_devices)
 
 
-def check_shardable(model: ModelConfig, *meshes: FoldedMesh) -> None:
+def check_shardable(config: ModelConfig, *meshes: FoldedMesh) -> None:
     """Raises ValueError, naming axis and layout, for a mesh over which the weights cannot be
     sharded."""
     for mesh in meshes:
-        specs(Model(model.without_adapters(), mesh))
+        specs(Model(config.without_adapters(), mesh))
 
 
 def check_overlaps(model: Model, num_units: int, half_tokens: Sequence[int] = ()) -> None:
