@@ -74,7 +74,7 @@ def embed(
     rank. Otherwise none.
 
     Args:
-      tokens: ids, all those of the sequence-parallel group, on each of its devices.
+      tokens: all ids of the sequence-parallel group, on each of its devices.
 
     References:
       Shoeybi et al., "Megatron-LM", 2019, section 3 (the input embedding, parallel over the
@@ -100,7 +100,7 @@ def embed(
 def lookup(
     table: Float[Array, "vocab d_model"], tokens: Int[Array, "token"]
 ) -> Float[Array, "token d_model"]:
-    """Looks up ``table[tokens]``, float32; zeros without a gradient for ids past the end.
+    """Looks up ``table[tokens]``, float32; zeros, with no gradient, for ids past the end.
 
     The gradient of a row is the sum over the tokens with its id, in float32 and rounded to the
     dtype of the table once: for a frequent token a sum in bfloat16 would stop growing.
@@ -153,7 +153,7 @@ def run(
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
     """Runs the network up to its last norm, on this rank's shard of the tokens.
 
-    All layers are on this device; `moe.stages` runs those of a pipeline.
+    All layers are on this device; `moe.stages` runs the layers of a pipeline.
 
     Args:
       shard_dims: sharded dimensions of the layers' weights, as in `blocks`.
@@ -161,7 +161,7 @@ def run(
     Returns:
       The hidden states after the last norm, in the order of the rows, and the router statistics of
       this device's tokens summed over layers, with `load` ``[layer, route]`` of the layers that
-      have experts; None without any.
+      have experts; None if no layer has.
     """
     x, stats, _ = run_with_kv(None, weights, packed, model, shard_dims)
     return x, stats
@@ -405,7 +405,7 @@ def values(
     """Critic values aligned to tokens: column t has the value of the state before token t, computed
     at column t - 1; column 0 is 0.
 
-    A value computed at padding, such as that of the first token after left padding, has no meaning.
+    A value computed at padding, for example for the first token after left padding, has no meaning.
 
     Returns:
       The values of the rows of this ``dp`` rank, float32, equal on all ranks of ``cp`` and ``tp``;
@@ -449,7 +449,7 @@ def prefill(
     """Prefill: runs rows of tokens and returns their keys and values.
 
     Args:
-      tokens: ids; those of a row start in its first column, and what follows them is not read.
+      tokens: ids; a row starts in its first column, and what follows its tokens is not read.
       record_choices: also return the expert ids of each token.
 
     Raises:
@@ -502,7 +502,7 @@ def by_row(
     lengths: Int[Array, "row"],
     mesh: FoldedMesh,
 ) -> tuple[Array, Array | None]:
-    """States and expert ids by row, as in `Prefilled`, from those of all tokens.
+    """States and expert ids by row, as in `Prefilled`, from the states and ids of all tokens.
 
     Args:
       x: hidden states after the last norm, this rank's shard.

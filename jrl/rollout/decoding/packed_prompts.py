@@ -377,4 +377,4 @@ def _score_local(
         values = join_shards(values.reshape(num_local, *values.shape[2:]), mesh.sequence)
         return values.reshape(*shape, *values.shape[1:])
 
-    return jax.tree.map(in_rows, scores), overflow_of(router, config)
+    return jax.tree.map(in_rows, scores), overflow_of(router, model.config)
