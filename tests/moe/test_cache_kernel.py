@@ -28,7 +28,7 @@ LATENT = replace(
 
 
 @pytest.mark.parametrize("config", [HEADS, LATENT])
-def test_what_it_can_read_is_not(config):
+def test_decode_kernel_supports_published_heads(config):
     check_decode_kernel(config)
     check_decode_kernel(replace(config, execution=replace(KERNEL, latent="expanded")))
     for name in (None, "plain"):
@@ -53,7 +53,7 @@ def ranks(rank, rope):
         (LATENT, ranks(320, 64), r"kv_lora_rank=320 \(needs a multiple of 128 up"),
     ],
 )
-def test_what_it_cannot_is_in_a_line(config, changed, message):
+def test_decode_kernel_obstacle_is_one_line(config, changed, message):
     config = replace(config, **changed)
     with pytest.raises(
         ValueError, match=rf"^decode_attention='mosaic' is not supported: {message}"
@@ -100,7 +100,7 @@ def bytes_of_kernels(jaxpr):
         (replace(LATENT, execution=replace(KERNEL, latent="expanded")), 2, 192),
     ],
 )
-def test_what_a_kernel_writes_is_counted(config, rows, columns):
+def test_kernel_bytes_counts_kernel_results(config, rows, columns):
     mesh, tp = mesh_of("tp2"), 2
 
     model = Model(config, mesh)

@@ -24,7 +24,7 @@ ROWS, ROOM = 4, 64
 POSITIONS, LIVE = np.array([0, 63, 20, 7], np.int32), np.array([True, True, True, False])
 
 
-def test_the_kernel_is_given_what_a_step_sees_of_narrow_vectors(monkeypatch):
+def test_step_core_passes_latent_vectors_to_kernel(monkeypatch):
     """Its twin in its place: which layer, which columns, bit for bit; nothing is copied."""
     shapes = []
 

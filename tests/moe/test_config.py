@@ -115,7 +115,7 @@ def delta(**changed):
     return GatedDeltaNet(**{**plain, **widths, **changed})
 
 
-def test_a_configuration_says_what_is_wrong_with_it():
+def test_config_error_names_value():
     for changed, message in (
         ({"sliding_window": 0}, "sliding_window=0 must be at least 1"),
         ({"attention_scale": 0.0}, "attention_scale=0.0 must be above 0"),

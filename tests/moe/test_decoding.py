@@ -128,7 +128,7 @@ HALF = replace(DENSE, d_model=16, num_heads=4, num_kv_heads=2, head_dim=64, dtyp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scan_layers", [True, False])
-def test_the_kernel_is_given_what_a_step_sees(scan_layers, monkeypatch):
+def test_decode_step_passes_visible_range_to_kernel(scan_layers, monkeypatch):
     """Its twin in its place: which layer, which columns, which window, bit for bit."""
     plain = replace(HALF, execution=Execution(scan_layers=scan_layers))
     kernel = replace(plain, execution=replace(plain.execution, decode_attention="mosaic"))

@@ -67,7 +67,7 @@ PLAIN = {
 }
 
 
-def test_hopper_has_kernels_and_others_have_what_they_can_run(on):
+def test_defaults_by_device(on):
     assert names(SERVED, fold_abstract(Layout(), None)) == dict.fromkeys(DEFAULTS)
     assert names(SERVED, fold_abstract(Layout(), "tpu")) == PLAIN | {"experts": "blocks"}
     assert names(SERVED, fold_abstract(Layout(), "cpu")) == PLAIN | {"experts": "tiles"}
@@ -120,7 +120,7 @@ def test_a_name_that_is_given_stays(on):
         ("decode_attention", {"head_dim": 320}, "", "heads of 320 elements (needs"),
     ],
 )
-def test_what_a_kernel_cannot_serve_is_left_to_others_and_said(
+def test_default_names_obstacle_of_kernel(
     on, field, changed, layout, obstacle
 ):
     config = replace(SERVED, **changed)

@@ -86,13 +86,13 @@ def test_shardings_split_the_experts():
 
 @pytest.mark.parametrize("places", [specs, shard_specs])
 @pytest.mark.parametrize("layout", ["pp2", "cp2"])
-def test_shards_are_refused_by_what_the_layout_lacks(places, layout):
+def test_shard_specs_error_names_layout(places, layout):
     """By the layers with Gated DeltaNet, and not by how many layers of a kind a stack has."""
     delta = GatedDeltaNet((0,), 4, 4, key_head_dim=5, value_head_dim=6, conv_width=3)
     sharded = Execution(fsdp=True, remat="full")
     config = replace(ROUTED, num_layers=2, delta=delta, execution=sharded)
     with pytest.raises(ValueError, match=r"layout tp1 .*Gated DeltaNet"):
-        places(config, fold_abstract(Layout.parse(layout)))
+        places(Model(config, fold_abstract(Layout.parse(layout))))
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,6 @@ def test_shards_are_refused_by_what_the_layout_lacks(places, layout):
         (Layout(tp=16, ep=16), r"axis 'head' of size 8 cannot be split over 16 devices"),
     ],
 )
-def test_specs_refuse_what_does_not_divide(layout, message):
+def test_specs_reject_sizes_that_do_not_divide(layout, message):
     with pytest.raises(ValueError, match=message):
         specs(Model(ROUTED, fold_abstract(layout)))

@@ -98,7 +98,7 @@ def test_the_models_are_as_large_as_their_names_say(model, billions):
 
 
 @pytest.mark.parametrize(("model", "devices", "layout"), [case[:3] for case in MAPPINGS])
-def test_what_a_device_holds(model, devices, layout):
+def test_published_weights_per_device(model, devices, layout):
     config, sizes = MODELS[model], Layout.parse(layout)
     assert sizes.num_devices == devices
     mesh = fold_abstract(sizes)
@@ -171,7 +171,7 @@ def atoms(mesh, *logical):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout", "how"), TRACED)
-def test_what_is_sent_over_which_axes(model, layout, how):
+def test_published_transfers_by_axis(model, layout, how):
     mesh, config, found = sent(model, layout)
     expected = {
         ("all_gather", ("tp",)),

@@ -111,7 +111,7 @@ KEPT = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("remat", "scan_layers"), KEPT)
-def test_what_is_kept_of_a_chunk_is_what_a_device_alone_keeps(remat, scan_layers):
+def test_stage_residuals_equal_one_device(remat, scan_layers):
     of_one = carried("pp2", remat, 2, scan_layers) - carried("pp2", remat, 1, scan_layers)
     alone = kept_without_a_pipeline(ROUTED.num_layers // 2, remat, scan_layers)
     # Constants that cost nothing are made again; of the embedding a stage keeps a few numbers per

@@ -106,7 +106,7 @@ def traced_cost(context, ranks, time, heads, dtype, remat="none", window=None):
 
 
 @pytest.mark.slow
-def test_a_ring_leaves_out_what_is_hidden():
+def test_ring_skips_hidden_blocks():
     """Keys and values that are NaN reach whoever computes with them, masked or not."""
     mesh, chunk, time = mesh_of("cp4"), 4, 32
     draw = np.random.default_rng(0)
@@ -142,7 +142,7 @@ KEPT = [("none", 2), ("none", 8), ("full", 8)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("remat", "ranks"), full_but(KEPT, KEPT[0]))
-def test_what_a_ring_keeps_is_linear_in_tokens(remat, ranks):
+def test_ring_residuals_are_linear_in_tokens(remat, ranks):
     """Its own part of everything, whatever the number of ranks, and no score."""
 
     def kept(time, ranks):
@@ -205,7 +205,7 @@ def test_none_sends_least(cp, heads, kv_heads, used):
     ],
 )
 @unchecked()
-def test_what_cannot_serve_is_refused(execution, message):
+def test_context_rejects_unsupported_method(execution, message):
     mesh = fold_abstract(Layout(cp=4))
 
     def local(query, key):

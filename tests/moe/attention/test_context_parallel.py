@@ -140,7 +140,7 @@ def visible_pairs(kind, window=None):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("windows", full_but(WINDOWS, "tp2 cp2"))
-def test_one_device_reads_what_it_may(kind, windows):
+def test_one_device_equals_float64_softmax(kind, windows):
     """Against a softmax in float64 over the pairs that the definition allows."""
     query, key, value, weight = (x.astype(np.float64) for x in arrays(kind))
     key, value = (np.repeat(x, HEADS // KV_HEADS, axis=2) for x in (key, value))
@@ -246,7 +246,7 @@ def elements(shapes):
 
 @pytest.mark.parametrize("layout", full_but(LAYOUTS, "tp2 cp2"))
 @pytest.mark.parametrize("context", full_but(CONTEXTS, *QUICK))
-def test_sends_what_the_docstring_says(context, layout):
+def test_context_parallel_volume_is_as_documented(context, layout):
     """Forward and backward of the three batches: kinds of collectives, and elements sent."""
     _, program, traced = run(context, layout, layout)
     ops = COLLECTIVE.findall(program)

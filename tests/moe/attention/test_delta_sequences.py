@@ -100,7 +100,7 @@ def alone(mixed, places):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", full_but([by_rows, by_segments, by_prompts], by_segments))
-def test_a_sequence_reads_what_it_reads_alone(case):
+def test_delta_sequence_equals_plain_loop(case):
     mask, number, sequences = case()
     mixed, tokens = inputs(number), np.concatenate(sequences)
     valid = np.isin(np.arange(number), tokens)

@@ -136,6 +136,6 @@ def test_every_expert_has_a_slot_and_every_device_equally_many():
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(call, words):
+def test_placement_rejects_sizes_that_do_not_fit(call, words):
     with pytest.raises(ValueError, match=words):
         call()

@@ -64,7 +64,7 @@ def run_together(folder, count, m2n, fails=-1, how="dies"):
 
 
 @pytest.mark.parametrize(("m2n", "count"), [*product(["collective", "transfer"], [2, 4])])
-def test_processes_decode_what_one_does(tmp_path, m2n, count):
+def test_processes_decode_as_one_process(tmp_path, m2n, count):
     """In two each has a side, in four half of one."""
     for status, errors, _ in run_together(tmp_path, count, m2n):
         assert status == 0, errors[-3000:]

@@ -160,7 +160,7 @@ def tables(query, key, window):
 
 
 @pytest.mark.parametrize("window", [None, 9])
-def test_programs_visit_what_they_must(window):
+def test_visit_table_covers_visible_blocks(window):
     """Random rows with padding and segments, as in a batch and with blocks in any order."""
     draw, size, cleared = np.random.default_rng(0), 4, 0
     for number in range(8):
@@ -268,7 +268,7 @@ def test_they_attend_over_cp(context):
     assert text.count(KERNEL) == (6 if context == "ring" else 3)
 
 
-def test_what_the_kernels_cannot_serve_is_refused(monkeypatch):
+def test_attention_kernel_rejects_unsupported_operands(monkeypatch):
     mask = rows_of(1, 8, 8)
 
     def run(width=64, wide=64, dtype=jnp.bfloat16):

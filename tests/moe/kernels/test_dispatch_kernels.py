@@ -119,7 +119,7 @@ def test_kernels_equal_the_plain_twins(name, dtype):
 
 
 @pytest.mark.parametrize("implementation", ["plain", "interpreted"])
-def test_what_is_in_empty_slots_reaches_nothing(implementation):
+def test_empty_slots_reach_no_result(implementation):
     case = CASES["empty slots"]
     layout = layout_of(case, implementation)
     empty = np.asarray(layout.assignments) >= case.tokens * case.k

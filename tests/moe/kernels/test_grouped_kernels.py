@@ -191,7 +191,7 @@ def test_the_kernel_is_asked_for_by_name_and_serves_hopper_alone(monkeypatch):
             kernels("mosaic")
 
 
-def test_what_the_kernels_cannot_serve_is_refused():
+def test_grouped_kernel_rejects_unsupported_operands():
     def product(rows, weights):
         return grouped_dot(rows, weights, jnp.ones(2, jnp.int32), implementation="mosaic")
 

@@ -195,7 +195,7 @@ def test_two_warpgroups_sum_all_values(rank):
     assert len(first) == 1 and first[0][1] <= rank // 2
 
 
-def test_what_the_kernel_cannot_serve_is_refused():
+def test_latent_kernel_rejects_unsupported_operands():
     query, vectors, first, stop = given("windows")
 
     def run(query=query, vectors=vectors, rank=128, name="mosaic"):

@@ -83,7 +83,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "execution"), CASES)
-def test_halves_give_what_all_rows_at_once_give(layout, execution):
+def test_two_batch_overlap_equals_whole_batch(layout, execution):
     depth = 3 if "pp" in layout else 1
     same(layout, with_execution(replace(CONFIG, num_layers=depth), **execution))
 
@@ -182,7 +182,7 @@ def test_recorded_choices_are_in_the_order_of_rows():
 
 
 @pytest.mark.slow
-def test_what_cannot_be_halved_is_refused():
+def test_two_batch_overlap_rejects_capacity():
     tokens, valid = map(jnp.asarray, piece())
     mesh, asked = mesh_of("tp4"), with_execution(two_batch_overlap=True)
     network = Model(asked, mesh)

@@ -71,7 +71,7 @@ def dropping(config, layout, zigzag=None):
         ("tp2 dp4 / ep4 etp2", "full_sequence", 4),
     ),
 )
-def test_drops_what_the_loops_drop(policy, layout, scope, groups):
+def test_drop_equals_plain_loops(policy, layout, scope, groups):
     config = replace(CONFIG, capacity_factor=1.25, drop_policy=policy, drop_scope=scope)
     program = dropping(config, layout)
     # Tokens of a scope, times 2 of 5, times 1.25.
@@ -99,7 +99,7 @@ def test_drops_what_the_loops_drop(policy, layout, scope, groups):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize("layout", ["tp2 cp2", pytest.param("cp2", marks=pytest.mark.slow)])
-def test_what_a_full_sequence_drops_does_not_depend_on_who_holds_it(layout, policy):
+def test_full_sequence_drop_is_independent_of_layout(layout, policy):
     """Two sections whose rows ``cp`` cuts and pads: the same drops as on one device."""
     config = replace(CONFIG, capacity_factor=0.8, drop_policy=policy, drop_scope="full_sequence")
     sections = ((2, 3), (4, 5))

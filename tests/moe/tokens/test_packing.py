@@ -152,7 +152,7 @@ def test_equals_whole_rows(layout, copies, context):
 
 
 @pytest.mark.parametrize("copies", [1, 2, 4])
-def test_what_the_packed_batch_holds(copies):
+def test_shared_prompts_hold_tokens_of_rows(copies):
     tokens, valid = batch(copies)
     model = Model(CONFIG, mesh_of("dp1"))
 

@@ -142,7 +142,7 @@ def equations(jaxpr):
 @pytest.mark.parametrize(
     ("kind", "pieces"), [("rows", ROWS), ("shared", ROWS // COPIES + ROWS), ("segments", 9)]
 )
-def test_what_is_sent_are_sums_of_a_sequence_and_an_expert(kind, pieces):
+def test_load_fractions_send_sums_per_sequence_and_expert(kind, pieces):
     num_tokens = num_packed(kind, mesh_of("tp4 cp2"))
     counts = jax.ShapeDtypeStruct((num_tokens, EXPERTS), jnp.float32)
     traced = program(kind, "tp4 cp2").trace(counts)

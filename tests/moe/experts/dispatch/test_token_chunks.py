@@ -126,7 +126,7 @@ def same(found, given):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", full_but(["all_to_all", "all_gather"], "all_to_all"))
-def test_chunks_give_what_all_tokens_at_once_give(name):
+def test_expert_chunks_equal_one_chunk(name):
     given = weights(), tokens(), routing()
     same(compiled(name, "none", "plain", CHUNKS)(*given), given)
 
@@ -166,7 +166,7 @@ def test_a_capacity_holds_for_all_chunks_together():
 
 
 @pytest.mark.slow
-def test_what_a_chunk_has_no_room_for_is_counted():
+def test_chunk_overflow_is_counted():
     """Even routing of the whole, uneven of each chunk: every chunk wants all of one device."""
     mesh = mesh_of("dp2 / ep2")
     experts = np.where(np.arange(TOKENS)[:, None] % 24 < 12, [[0, 1, 2]], [[4, 5, 6]])
@@ -270,7 +270,7 @@ def test_the_gradient_of_the_weights_is_summed_over_devices_once():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("chunks", "expected"), [(1, "all_to_all"), (2, "all_gather")])
-def test_none_picks_what_moves_less_of_a_chunk(chunks, expected):
+def test_default_dispatch_moves_least_of_chunk(chunks, expected):
     """Of six tokens a capacity of 2 lets a third through to a peer with one expert; of three, two
     thirds."""
     program = jit(forward(mesh_of("dp8 / ep8"), capacity=2, expert_chunks=chunks))
