@@ -120,9 +120,7 @@ def test_a_name_that_is_given_stays(on):
         ("decode_attention", {"head_dim": 320}, "", "heads of 320 elements (needs"),
     ],
 )
-def test_default_names_obstacle_of_kernel(
-    on, field, changed, layout, obstacle
-):
+def test_default_names_obstacle_of_kernel(on, field, changed, layout, obstacle):
     config = replace(SERVED, **changed)
     assert explain_selection(Model(config, fold_abstract(Layout(), "cpu")), field) is None
     model = Model(config, on(9.0, layout))

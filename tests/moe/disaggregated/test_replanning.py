@@ -93,6 +93,6 @@ def test_experts_stay_in_their_servers_where_groups_do():
         (lambda: run([np.ones((2, 6))]), r"tokens has shape \(2, 6\)"),
     ],
 )
-def test_replan_rejects_invalid_interval(call, words):
+def test_replanning_rejects_invalid_settings(call, words):
     with pytest.raises(ValueError, match=words):
         call()
