@@ -1,4 +1,4 @@
-"""Rows looked up where they are spread over ``tp``, against a plain look-up."""
+"""Rows looked up in a table that is sharded over ``tp``, against a plain look-up."""
 
 import functools
 import re
@@ -105,7 +105,7 @@ def test_collectives_are_those_claimed():
         config = replace(CONFIG, vocab_size=vocab_size)
         lowered = program(config, "tp4").lower(random_weights(config, 0), tokens, of_states)
         counts = Counter(re.findall(COLLECTIVE, lowered.compile().as_text()))
-        # A sum is that of the loss or of the gradient.
+        # A sum of the loss or of the gradient.
         del counts["all-reduce"]
         assert counts == per_call
 

@@ -198,7 +198,7 @@ def test_unused_ids_are_not_in_the_softmax(layout, vocab_size, chunk, head, unus
 
 
 def test_without_unused_ids_nothing_is_masked():
-    """The program is that of a network that knows no such ids."""
+    """The program equals the program of a network that has no such ids."""
     config, mesh = config_of(36, 5), mesh_of("dp1")
     weights, batch = jax.tree.map(jnp.asarray, (random_weights(config, 0), given(36)))
 
@@ -224,7 +224,7 @@ def test_states_of_bfloat16_are_summed_in_float32(layout, vocab_size):
     out = chunked(weights, batch, config, layout, 0.7)
     wanted = jax.device_get(expected(weights, batch, 0.7))
     assert out[1][1].dtype == jnp.bfloat16
-    # The factors are the same bfloat16 numbers. A gradient's factor, and that of the states, are
+    # The factors are the same bfloat16 numbers. A gradient's factor and the factor of the states are
     # rounded to its 8 bits; tokens or columns are then summed.
     assert_close(out, wanted, 3e-6, 1e-2)
 

@@ -45,7 +45,7 @@ class Gpu(NamedTuple):
 
 @pytest.fixture
 def on(monkeypatch):
-    """Mesh of GPUs of a capability; those of an abstract mesh are this process's."""
+    """Mesh of GPUs of a capability; an abstract mesh has this process's."""
 
     def on(capability, layout=""):
         monkeypatch.setattr(choice, "capability", lambda: capability)
@@ -79,7 +79,7 @@ def test_defaults_by_device(on):
 
 
 def test_devices_of_a_mesh_are_asked_and_not_this_process(monkeypatch):
-    """As where a program is compiled for GPUs that are not here."""
+    """For a program that is compiled for absent GPUs."""
     mesh = mesh_of("dp2")
     monkeypatch.setattr(choice, "_mesh_devices", lambda mesh: (Gpu("9.0"), Gpu("10.0")))
     assert devices_of(mesh) == Devices("cpu", 0.0)
@@ -140,7 +140,7 @@ def test_a_network_without_experts_has_no_line_for_them(on):
 
 @pytest.mark.slow
 def test_the_kernels_that_are_chosen_serve_experts_with_biases_and_other_activations(on):
-    """Forward and backward are lowered for CUDA without a refusal."""
+    """Forward and backward can be lowered for CUDA."""
     mesh = on(9.0)
     wide = {"expert_bias": True, "activation": ClampedSwiGLU(alpha=1.702, limit=7.0)}
     for config in (SERVED, replace(SERVED, **wide)):

@@ -102,7 +102,7 @@ WAYS = [
 def test_a_layer_of_experts_takes_memory_linear_in_tokens(remat, context, dispatch):
     """Attention, norms and experts, both passes, on a device that has an eighth of 131,072 tokens:
     as the program is written, before a compiler fuses anything."""
-    # A platform, as without one the forms of all of them are traced.
+    # With no platform the forms of all platforms are traced.
     mesh = fold_abstract(Layout.parse("cp8 / ep8"), "tpu")
     config = replace(
         QWEN3,

@@ -60,7 +60,7 @@ MODELS = {
         shared_expert_gate=True,
     ),
 }
-# Model, devices, layout, how its tokens travel where that is traced: over links that are all alike,
+# Model, devices, layout, and how its tokens travel if that is traced: over links that are all alike,
 # bfloat16 rows that are sent back are less than the float32 sums of a gather.
 MAPPINGS = [
     ("Mixtral-8x22B", 128, "tp2 dp8 pp8 / ep8", "all_to_all"),
@@ -124,7 +124,7 @@ def test_published_weights_per_device(model, devices, layout):
 
 
 def equations(jaxpr):
-    """Every equation of a traced program, those of the programs inside it included."""
+    """Every equation of a traced program and of the programs inside it."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in jax.tree.leaves(

@@ -161,7 +161,7 @@ def test_initial_values_depend_on_the_key_only():
         ),
     )(jax.random.key(0))
     # The inverse error function may be vectorised otherwise, and what it is given be scaled by
-    # one rounding or two: a few units in the last place, near zero in that of 1.
+    # one rounding or two: a few units in the last place, near zero in the last place of 1.
     chex.assert_trees_all_close(placed, jax.tree.leaves(first), rtol=2e-6, atol=5e-8)
 
 

@@ -1,4 +1,4 @@
-"""The fused kernels read what the plain twin reads, and say so where they cannot."""
+"""Fused kernels equal the plain implementation, or name what they do not support."""
 
 import functools
 import re

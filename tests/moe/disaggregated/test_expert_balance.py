@@ -87,7 +87,7 @@ def test_placement_is_within_its_bound_of_the_best(experts, slots, devices):
         found = device_loads(loads, plan_placement(loads, slots, devices), devices).max()
         assert found >= best - 1e-12
         worst = max(worst, found / best)
-    # Copies are chosen before places are: the bound of packing without a capacity does not hold.
+    # Copies are chosen before places are: the bound of packing with no capacity does not hold.
     assert 4 / 3 - 1 / (3 * devices) < worst <= 2 - 1 / devices + 1e-12
 
 

@@ -1,4 +1,4 @@
-"""Every message arrives where it is meant for, by any way, and nothing else is sent."""
+"""Every message arrives at its target, by any method, and nothing else is sent."""
 
 import json
 import re

@@ -102,7 +102,7 @@ def test_copies_of_an_expert_share_its_tokens():
 
 
 def test_experts_move_bit_for_bit():
-    """As if they had been pushed where they come to lie, in each layer by itself."""
+    """Equals placing the weights of each layer by itself."""
     mesh = split_mesh("dp1 / ep3 etp2")
     rng = np.random.default_rng(0)
     before, after = (

@@ -37,7 +37,7 @@ def operands(product, dtype=jnp.bfloat16):
 
 
 def looped(rows, weights, pull, sizes):
-    """The product, the gradient of its rows, and that of its matrices, in float64."""
+    """The product, the gradient of its rows and the gradient of its matrices, in float64."""
     rows, weights, pull = (np.asarray(x, np.float64) for x in (rows, weights, pull))
     out, by_rows = np.zeros(pull.shape), np.zeros(rows.shape)
     by_weights, start = np.zeros(weights.shape), 0

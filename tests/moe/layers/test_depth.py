@@ -67,7 +67,7 @@ def run(scanned, layout, replayed, network=MOE, **execution):
 
 
 CASES = [
-    # Unrolled, that of `test_replayed_choices.py`.
+    # Unrolled, as in `test_replayed_choices.py`.
     ("dp1", True, {"dispatch": "all_to_all"}),
     ("dp1", True, {"remat": "full", "experts": "blocks", "attention": "blocked"}),
     ("tp2 cp2 dp2 / ep4 etp2", True, {"dispatch": "all_to_all", "context": "ulysses"}),
@@ -92,7 +92,7 @@ def test_a_scanned_stack_equals_the_unrolled_one(layout, replayed, execution):
 
 
 def equations(jaxpr):
-    """How many there are, those of programs inside it included."""
+    """Counts them, in the programs inside it too."""
     return len(jaxpr.eqns) + sum(
         equations(inner) for one in jaxpr.eqns for inner in jaxprs_in_params(one.params)
     )
@@ -157,7 +157,7 @@ def test_a_program_does_not_grow_with_depth(program, layout):
         layers = 1 + layers * mesh_of(layout).layout.pp
         return program(replace(MOE, num_layers=layers, execution=execution), layout)
 
-    # None scans where there are more than a few.
+    # None scans if there are more than a few.
     assert sized(MAX_UNROLLED + 1, None) == sized(48, None) < sized(3, False)
 
 

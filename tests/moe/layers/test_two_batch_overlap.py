@@ -96,7 +96,7 @@ def half_of(scope):
 @pytest.mark.slow
 def test_nothing_orders_two_halves():
     """Neither half's collectives wait for the other's products, nor these for them, in the whole
-    network forward and backward, what is repeated included; those of one half do."""
+    network forward and backward, recomputation included; within one half they do."""
     config = with_execution(
         two_batch_overlap=True,
         remat="selective",
@@ -145,7 +145,7 @@ def packed_by(how, config, mesh):
 
 @pytest.mark.parametrize("how", full_but(["rows", "segments", "prompts"], "prompts"))
 def test_halves_are_undone_in_the_order_of_rows(how):
-    """By the tokens themselves; the halves' positions and pieces are those of their rows."""
+    """By the tokens themselves; the halves have the positions and pieces of their rows."""
     config, mesh = with_execution(two_batch_overlap=True), mesh_of("tp2 cp2")
 
     def local():

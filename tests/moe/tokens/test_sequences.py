@@ -26,8 +26,8 @@ TIME = PROMPT + RESPONSE
 
 
 def valid_rows():
-    """Prompts padded on the left, equal in their group, responses on the right; a row without a
-    response and a group without a token."""
+    """Prompts padded on the left, equal in their group, responses on the right; a row has no
+    response, and a group no token."""
     valid = np.zeros((ROWS, TIME), bool)
     for row in range(ROWS // 2):
         valid[row, 2 : PROMPT + 4 * row] = True
@@ -64,7 +64,7 @@ def sections(kind: str, x: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 def assignments(kind: str) -> np.ndarray:
-    """``[row, column, route]``, those of a prompt equal in its group; none of padding."""
+    """``[row, column, route]``, for a prompt equal in its group; none for padding."""
     counts = np.random.default_rng(0).integers(0, 3, (ROWS, TIME, EXPERTS)).astype(np.float32)
     if kind == "shared":
         counts[:, :PROMPT] = np.repeat(counts[::COPIES, :PROMPT], COPIES, axis=0)

@@ -107,7 +107,7 @@ def test_chunks_are_equal_but_for_one_token_and_none_is_empty(num_tokens, chunks
 
 
 def same(found, given):
-    """Sums and gradients are those of all tokens at once on one device, and all found room."""
+    """Sums and gradients equal all tokens at once on one device, and all found room."""
     (out, gradients, overflow), expected = jax.device_get((found, reference(*given)))
     assert overflow == 0
     # A row is multiplied in a tile of other rows: a few units in the seventh digit.
@@ -200,7 +200,7 @@ def is_backward(scope):
 @pytest.mark.parametrize(("name", "remat", "product"), STRUCTURE)
 def test_nothing_orders_two_chunks(name, remat, product):
     """Neither the collectives of one and the products of another nor their collectives wait for
-    each other, forward and backward; those of one chunk do."""
+    each other, forward and backward; within one chunk they do."""
     found = graph(name, remat, product, CHUNKS)
     collectives = [x for x in found.collectives() if chunk_of(x.scope) is not None]
     products = [(x, scope) for x, scope in found.products() if chunk_of(scope) is not None]
