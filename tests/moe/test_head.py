@@ -224,8 +224,8 @@ def test_states_of_bfloat16_are_summed_in_float32(layout, vocab_size):
     out = chunked(weights, batch, config, layout, 0.7)
     wanted = jax.device_get(expected(weights, batch, 0.7))
     assert out[1][1].dtype == jnp.bfloat16
-    # The factors are the same bfloat16 numbers. A gradient's factor and the factor of the states are
-    # rounded to its 8 bits; tokens or columns are then summed.
+    # The factors are the same bfloat16 numbers. In a gradient its factor and the states are rounded
+    # to its 8 bits; tokens or columns are then summed.
     assert_close(out, wanted, 3e-6, 1e-2)
 
 

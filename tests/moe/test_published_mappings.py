@@ -60,7 +60,7 @@ MODELS = {
         shared_expert_gate=True,
     ),
 }
-# Model, devices, layout, and how its tokens travel if that is traced: over links that are all alike,
+# Model, devices, layout, and how tokens travel if that is traced: over links that are all alike,
 # bfloat16 rows that are sent back are less than the float32 sums of a gather.
 MAPPINGS = [
     ("Mixtral-8x22B", 128, "tp2 dp8 pp8 / ep8", "all_to_all"),
