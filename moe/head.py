@@ -37,9 +37,7 @@ Carry = TypeVar("Carry")
 
 
 def logits_of(
-    weights: Transformer[Array],
-    x: Float[Array, "local d_model"],
-    model: Model,
+    weights: Transformer[Array], x: Float[Array, "local d_model"], model: Model
 ) -> Float[Array, "local vocab"]:
     """Logits ``x W`` over the full vocabulary, float32, of this rank's shard of the tokens.
 

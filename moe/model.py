@@ -362,10 +362,7 @@ def hidden(
 
 
 def routing_choices(
-    weights: Transformer[Array],
-    tokens: Tokens,
-    valid: Valid,
-    model: Model,
+    weights: Transformer[Array], tokens: Tokens, valid: Valid, model: Model
 ) -> Choices:
     """Expert ids that the router selects for each token in each layer, before dropping, as `replay`
     takes them.
@@ -386,10 +383,7 @@ def routing_choices(
 
 
 def next_token_logits(
-    weights: Transformer[Array],
-    tokens: Tokens,
-    valid: Valid,
-    model: Model,
+    weights: Transformer[Array], tokens: Tokens, valid: Valid, model: Model
 ) -> tuple[Float[Array, "local vocab"], RouterStatistics[Array] | None]:
     """Logits of the token after each position, this rank's shard of the flattened positions."""
     x, stats = hidden(weights, tokens, valid, model)
@@ -397,10 +391,7 @@ def next_token_logits(
 
 
 def values(
-    weights: Transformer[Array],
-    tokens: Tokens,
-    valid: Valid,
-    model: Model,
+    weights: Transformer[Array], tokens: Tokens, valid: Valid, model: Model
 ) -> tuple[Float[Array, "batch time"], RouterStatistics[Array] | None]:
     """Critic values aligned to tokens: column t has the value of the state before token t, computed
     at column t - 1; column 0 is 0.
@@ -478,10 +469,7 @@ def for_prefill(config: ModelConfig) -> ModelConfig:
 
 
 def packed_prefill(
-    tokens: Int[Array, "row column"],
-    lengths: Int[Array, "row"],
-    model: Model,
-    record_choices: bool,
+    tokens: Int[Array, "row column"], lengths: Int[Array, "row"], model: Model, record_choices: bool
 ) -> PackedBatch:
     """Packed batch of the rows of a prefill: rows times columns tokens, row after row, equal on
     every ``tp`` rank.

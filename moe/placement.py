@@ -138,8 +138,7 @@ def shard_dims(model: Model, gradient_dtype: str = "float32") -> Transformer[zer
 
 
 def _map_weights(
-    function: Callable[[PartitionSpec, tuple[int, ...], FoldedMesh, int], Leaf],
-    model: Model,
+    function: Callable[[PartitionSpec, tuple[int, ...], FoldedMesh, int], Leaf], model: Model
 ) -> Transformer[Leaf]:
     """Maps `function` over the PartitionSpec of each weight, its shape as stored, the mesh, and the
     number of leading dimensions that must not be sharded: the dimensions of the stack of layers, if

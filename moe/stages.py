@@ -49,10 +49,7 @@ class Ends(NamedTuple):
 
 
 def scan_micro_batches(
-    weights: Transformer[Array],
-    micro_batches: MicroBatch,
-    ends: Ends,
-    model: Model,
+    weights: Transformer[Array], micro_batches: MicroBatch, ends: Ends, model: Model
 ) -> tuple[Any, RouterStatistics[Array] | None]:
     """Runs micro-batches forward through the pipeline stages.
 
@@ -109,10 +106,7 @@ def gradients(
 
 
 def _stages(
-    weights: Transformer[Array],
-    ends: Ends,
-    model: Model,
-    shard_dims: Layer[ShardDim] | None = None,
+    weights: Transformer[Array], ends: Ends, model: Model, shard_dims: Layer[ShardDim] | None = None
 ) -> Stages:
     config, mesh = model.config, model.mesh
     pack, apply_head, num_tokens = ends.pack, ends.apply_head, jnp.asarray(ends.num_tokens)

@@ -149,10 +149,7 @@ def rollout_policy(
 
 
 def split_policy(
-    weights: Transformer[Array],
-    model: Model,
-    mesh: SplitMesh,
-    experts: Sequence[Placement],
+    weights: Transformer[Array], model: Model, mesh: SplitMesh, experts: Sequence[Placement]
 ) -> SplitWeights[Array]:
     """Policy on the device groups of attention and experts. Each device receives its weights
     (`moe.disaggregated.weights.split_weights`) with equal bits; adapters are merged first.

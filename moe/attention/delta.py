@@ -402,10 +402,7 @@ def _zero_state(mixed: Mixed, filters: Array, delta: GatedDeltaNet) -> DeltaStat
 
 
 def delta_heads(
-    weights: DeltaNet[Array],
-    h: Float[Array, "token d_model"],
-    core: DeltaCore,
-    model: Model,
+    weights: DeltaNet[Array], h: Float[Array, "token d_model"], core: DeltaCore, model: Model
 ) -> Float[Array, "token value_heads value_dim"]:
     """Outputs of the value heads of this ``tp`` rank, before the output projection.
 

@@ -71,9 +71,7 @@ def load(
 
 @former_keywords(places="target_shardings")
 def load_weights(
-    directory: str | Path,
-    model: Model,
-    target_shardings: Transformer[NamedSharding] | None = None,
+    directory: str | Path, model: Model, target_shardings: Transformer[NamedSharding] | None = None
 ) -> Transformer[Array]:
     """Loads the weights of a checkpoint, float32, sharded over the model's mesh as
     `moe.placement.in_chunks` stores them.

@@ -22,10 +22,7 @@ from sharding.collectives import local_shard, vary
 
 
 def feed_forward(
-    layer: Layer[Array],
-    x: Float[Array, "local d_model"],
-    packed: PackedBatch,
-    model: Model,
+    layer: Layer[Array], x: Float[Array, "local d_model"], packed: PackedBatch, model: Model
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
     """The feed-forward term of a block: routed experts, the dense or shared expert, or both.
 

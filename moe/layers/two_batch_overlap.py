@@ -52,10 +52,7 @@ def join_streams(streams: Streams) -> Array:
 
 
 def run_streams(
-    run_half_batch: RunHalfBatch,
-    layer: Layer[Array],
-    streams: Streams,
-    model: Model,
+    run_half_batch: RunHalfBatch, layer: Layer[Array], streams: Streams, model: Model
 ) -> tuple[Streams, RouterStatistics[Array] | None]:
     """Runs a layer on each of the streams.
 

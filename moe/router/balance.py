@@ -18,9 +18,7 @@ from sharding.folding import FoldedMesh
 
 
 def load_fractions(
-    sequence: Float[Array, "token route"] | None,
-    load: Float[Array, "route"],
-    model: Model,
+    sequence: Float[Array, "token route"] | None, load: Float[Array, "route"], model: Model
 ) -> LoadFractions:
     """The load fractions (``f_e`` of the papers) that the losses with a coefficient call for.
 
@@ -84,9 +82,7 @@ def merge_half_batches(
 
 
 def router_loss(
-    stats: RouterStatistics[Array] | None,
-    model: Model,
-    num_tokens: Int[Array, ""],
+    stats: RouterStatistics[Array] | None, model: Model, num_tokens: Int[Array, ""]
 ) -> Float[Array, ""]:
     """The router's losses, each times its coefficient, of the tokens of this sequence-parallel
     group: ``load_balance_coef balance + batch_balance_coef batch_balance + global_balance_coef

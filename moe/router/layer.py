@@ -135,10 +135,7 @@ def _rank_by_prob(
 
 
 def route(
-    experts: Experts[Array],
-    h: Float[Array, "local d_model"],
-    packed: PackedBatch,
-    model: Model,
+    experts: Experts[Array], h: Float[Array, "local d_model"], packed: PackedBatch, model: Model
 ) -> tuple[Routing, RouterStatistics[Array]]:
     """Routing of each token after dropping, and the router's statistics."""
     config, mesh = model.config, model.mesh

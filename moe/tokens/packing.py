@@ -299,10 +299,7 @@ def zigzag_of_rows(shape: tuple[int, ...], model: Model) -> ZigzagLayout:
 
 
 def zigzag_of_prompts(
-    shape: tuple[int, ...],
-    prompt_length: int,
-    num_samples: int,
-    model: Model,
+    shape: tuple[int, ...], prompt_length: int, num_samples: int, model: Model
 ) -> ZigzagLayout:
     """The layout of `pack_shared_prompts` of ``[batch, time]`` rows.
 
@@ -468,10 +465,7 @@ def response_tokens(
 
 
 def expand_responses(
-    before: Float[Array, "local"],
-    shape: tuple[int, ...],
-    prompt_length: int,
-    model: Model,
+    before: Float[Array, "local"], shape: tuple[int, ...], prompt_length: int, model: Model
 ) -> Float[Array, "batch time"]:
     """Numbers about the `response_tokens`, put in their columns; prompts get 0."""
     zigzag = zigzag_of_rows((shape[0], shape[1] - prompt_length), model)

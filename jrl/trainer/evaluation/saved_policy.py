@@ -168,10 +168,7 @@ def _abstract_weights(model: Model) -> Any:
 
 
 def _shard_weights(
-    weights: Transformer[Array],
-    model: Model,
-    masters: bool,
-    frozen: Transformer[Array] | None,
+    weights: Transformer[Array], model: Model, masters: bool, frozen: Transformer[Array] | None
 ) -> Transformer[Array]:
     """Places trained weights on the mesh of the run; adapters together with their base weights, or
     merged into them for `masters`."""
