@@ -23,6 +23,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from moe.config import Model
+
 MEBIBYTE, ARRAYS = 2**20, 16
 
 
@@ -63,7 +65,7 @@ def default_run(arguments: argparse.Namespace) -> dict[str, float]:
     from jrl.trainer.step import train_step
 
     setup = build_setup(RunConfig(), Grpo())
-    weights = states.init_weights(setup.model, setup.mesh, setup.randomness.key("weights"))
+    weights = states.init_weights(Model(setup.model, setup.mesh), setup.randomness.key("weights"))
     state = states.init_state(setup.networks, weights, setup.randomness.key("critic"))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state) if hasattr(leaf, "nbytes"))
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:

@@ -19,6 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from moe.config import Model
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times one full GRPO step")
@@ -64,7 +66,7 @@ def measure(model: str, threads: int, steps: int) -> dict[str, float]:
     setup = build_setup(
         RunConfig(task="sort", model=model, response_length=10), Grpo(prompts=32, mini_batch=256)
     )
-    weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights"))
+    weights = init_weights(Model(setup.model, setup.mesh), setup.randomness.key("weights"))
     state = init_state(setup.networks, weights, setup.randomness.key("critic"))
     sampler = setup.sampler()
     seconds: dict[str, list[float]] = {"step": [], "gen": [], "update": [], "decode": []}

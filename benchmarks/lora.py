@@ -23,6 +23,7 @@ from jrl.recipes import Grpo
 from jrl.recipes.base.batch import Batch, over_rows
 from jrl.trainer.setup.setup import Setup, build_setup
 from jrl.trainer.state import init_adapters, init_state, init_weights
+from moe.config import Model
 from moe.weights import num_parameters, num_trained_parameters
 
 
@@ -100,8 +101,8 @@ def _setup(arguments: argparse.Namespace, **adapters: Any) -> Setup:
 def _learner(setup: Setup) -> Any:
     key, adapters = setup.randomness.key("weights"), None
     if setup.model.lora is not None:
-        adapters = init_adapters(setup.model, setup.mesh, setup.randomness.key("adapters"))
-    weights = init_weights(setup.model.without_adapters(), setup.mesh, key)
+        adapters = init_adapters(Model(setup.model, setup.mesh), setup.randomness.key("adapters"))
+    weights = init_weights(Model(setup.model.without_adapters(), setup.mesh), key)
     return init_state(setup.networks, weights, key, adapters=adapters).policy
 
 

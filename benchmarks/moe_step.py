@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from moe.config import Model
+
 SHAPES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_layers": 4, "d_expert": 160, "experts_per_token": 2},
     "qwen3-moe": {"num_layers": 6, "d_expert": 96, "experts_per_token": 4},
@@ -132,18 +134,18 @@ def program(config: Any) -> tuple[Any, Any]:
 
     mesh = fold(Layout.parse("dp1"), jax.devices()[:1])
 
+    network = Model(config, mesh)
+
     def loss_of(weights, tokens):
         valid = jnp.ones(tokens.shape, bool)
-        x, stats = hidden(weights, tokens, valid, config, mesh)
-        after, _ = logprobs_and_entropy(weights, x, next_tokens(tokens, mesh, config), config, mesh)
-        log_probs = align_to_tokens(after, tokens.shape, mesh, config)
-        loss = router_loss(stats, config, mesh, jnp.asarray(tokens.size))
+        x, stats = hidden(weights, tokens, valid, network)
+        after, _ = logprobs_and_entropy(weights, x, next_tokens(tokens, network), network)
+        log_probs = align_to_tokens(after, tokens.shape, network)
+        loss = router_loss(stats, network, jnp.asarray(tokens.size))
         loss = loss - jnp.sum(log_probs[:, 1:]) / (tokens.size - tokens.shape[0])
         return jax.lax.psum(loss, tuple(varying(loss)))
 
-    loss = jax.shard_map(
-        loss_of, mesh=mesh.mesh, in_specs=(specs(config, mesh), P()), out_specs=P()
-    )
+    loss = jax.shard_map(loss_of, mesh=mesh.mesh, in_specs=(specs(network), P()), out_specs=P())
     optimizer = optax.adamw(1e-3)
     # Stated, or the second step would be compiled anew for arrays that the first one laid out.
     here = NamedSharding(mesh.mesh, P())

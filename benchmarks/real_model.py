@@ -32,6 +32,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from moe.config import Model
+
 PRESET = "preset:smollm2-laptop"
 SMOKE = ("grpo", "--model=tiny-dense", "--task=sort", "--prompts=2", "--group-size=2")
 READ_BYTES = 2**28
@@ -77,12 +79,12 @@ def started(settings: list[str]) -> tuple[Any, Any]:
     setup = build_setup(request.run, request.recipe)
     key, networks = setup.randomness.key("weights"), setup.networks
     if setup.run.checkpoint is None:
-        weights = init_weights(setup.model.without_adapters(), setup.mesh, key)
+        weights = init_weights(Model(setup.model.without_adapters(), setup.mesh), key)
     else:
-        weights, _ = load_model(setup.run.checkpoint, setup.model, setup.mesh, masters=True)
+        weights, _ = load_model(setup.run.checkpoint, Model(setup.model, setup.mesh), masters=True)
     adapters = None
     if setup.model.lora is not None:
-        adapters = init_adapters(setup.model, setup.mesh, key)
+        adapters = init_adapters(Model(setup.model, setup.mesh), key)
     return setup, init_state(networks, weights, key, adapters=adapters)
 
 
@@ -173,15 +175,16 @@ def head_of(setup: Any, weights: Any, tokens: int) -> Callable[[], Any]:
     from moe.placement import specs
 
     config, mesh = setup.model, setup.mesh
+    model = Model(config, mesh)
     states = jax.random.normal(jax.random.key(0), (tokens, config.d_model))
     ids = jnp.zeros(tokens, jnp.int32)
     rows = PartitionSpec(mesh.axes)
 
     def local(weights: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
-        return logprobs_and_entropy(weights, x, ids, config, mesh)[0]
+        return logprobs_and_entropy(weights, x, ids, model)[0]
 
     scores = jax.shard_map(
-        local, mesh=mesh.mesh, in_specs=(specs(config, mesh), rows, rows), out_specs=rows
+        local, mesh=mesh.mesh, in_specs=(specs(model), rows, rows), out_specs=rows
     )
     function = jax.jit(jax.grad(lambda x, weights: scores(weights, x, ids).sum()))
     return lambda: function(states, weights)

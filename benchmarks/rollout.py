@@ -29,6 +29,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from moe.config import Model
+
 DENSE: dict[str, dict[str, Any]] = {
     "tiny-dense": {
         "vocab_size": 20,
@@ -178,7 +180,7 @@ def engine_of(model: str | Any, slots: int, columns: int) -> tuple[Any, Any]:
     weights = jax.jit(partial(initialise, config))(jax.random.key(0))
     ranks = math.gcd(slots, jax.device_count())
     mesh = fold(Layout(dp=ranks), jax.devices()[:ranks])
-    weights = jax.device_put(weights, shardings(config, mesh))
+    weights = jax.device_put(weights, shardings(Model(config, mesh)))
     decoder = Decoder(config, mesh, pad_id=0, stop_ids=(config.vocab_size,))
     backend = MeshBackend(decoder, mesh)
     engine = Engine(backend, slots=slots, max_length=columns, key=jax.random.key(1))

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from moe.config import Model
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times the LM head in training")
@@ -73,7 +75,7 @@ def forms(shape: list[int], chunks: list[int]) -> dict[str, Callable[..., Any]]:
         )
 
     def plain(weights, x, tokens):
-        logits = logits_of(weights, x, config, mesh)
+        logits = logits_of(weights, x, Model(config, mesh))
         chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
         total = jax.nn.logsumexp(logits, axis=-1)
         return chosen - total, total - jnp.sum(jax.nn.softmax(logits) * logits, axis=-1)
@@ -81,7 +83,7 @@ def forms(shape: list[int], chunks: list[int]) -> dict[str, Callable[..., Any]]:
     def chunked(chunk, weights, x, tokens):
         execution = Execution(vocab_chunk=chunk)
         config = ModelConfig(shape[2], d_model=shape[1], head="untied", execution=execution)
-        return logprobs_and_entropy(weights, x, tokens, config, mesh)
+        return logprobs_and_entropy(weights, x, tokens, Model(config, mesh))
 
     ours = {f"chunks of {chunk}": on_device(partial(chunked, chunk)) for chunk in chunks}
     return {"all logits": on_device(plain), **ours}

@@ -100,7 +100,7 @@ def _choices(
 def weights_of(network: Network[Any], seed: int) -> Any:
     """Random weights, laid out as the network is stored."""
     config, mesh = network.config, network.mesh
-    places = placement.shardings(config, mesh)
+    places = placement.shardings(network.model)
     return jax.device_put(placement.in_chunks(random_weights(config, seed), mesh), places)
 
 

@@ -35,6 +35,7 @@ from jrl.runs.folder import RunFolder
 from jrl.tasks.data.split import parse_heldout
 from jrl.text.load import load_tokenizer
 from jrl.text.prompt_format import with_template
+from moe.config import Model
 
 if TYPE_CHECKING:
     from jrl.rollout.sampler import Sampler
@@ -184,12 +185,12 @@ def _load(
     critic = None
     if folder is None:
         checkpoint = setup.run.checkpoint or ""
-        policy, step = load_model(checkpoint, setup.model, setup.mesh, adapters=options.lora)
+        policy, step = load_model(checkpoint, Model(setup.model, setup.mesh), adapters=options.lora)
     elif options.diagnostics:
         networks = {"policy": setup.model, "critic": setup.model.as_critic()}
         (policy, critic), step = load_networks(folder, networks, setup.mesh)
     else:
-        policy, step = load_model(folder, setup.model, setup.mesh)
+        policy, step = load_model(folder, Model(setup.model, setup.mesh))
     sampler.engine.load(policy, step)
     return critic, step
 

@@ -27,7 +27,7 @@ from jrl.published.base_name import base_name
 from jrl.runs.folder import RunFolder
 from jrl.text.load import load_tokenizer
 from jrl.text.tokenizer import Tokenizer
-from moe.config import ModelConfig, preset
+from moe.config import Model, ModelConfig, preset
 
 COPIED_OPTIONS = (
     *("attention_dropout", "bos_token_id", "eos_token_id", "initializer_range"),
@@ -122,7 +122,7 @@ def _export(options: ExportOptions, folder: RunFolder, run: RunConfig) -> None:
     architecture = options.architecture or original_architecture
     network = network_of(model, run)
     mesh = fold(Layout(), jax.devices()[:1])
-    weights, step = load_model(folder, network, mesh, masters=True, step=options.step)
+    weights, step = load_model(folder, Model(network, mesh), masters=True, step=options.step)
     # The factor of a checkpoint (Gemma's) is part of its architecture; others have none.
     if original_architecture is None and model.embedding_scale != 1.0:
         model, weights = fold_embedding_scale(model, weights)

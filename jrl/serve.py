@@ -298,19 +298,20 @@ def _defaults(options: ServeOptions, policy: "ServedModel") -> tuple[dict[str, A
     return defaults, longest
 
 
-def choose_length(model: "ModelConfig", slots: int) -> tuple[int, str]:
+def choose_length(config: "ModelConfig", slots: int) -> tuple[int, str]:
     """Default length of a row in tokens: that of the network, or less if the KV cache would be too
     large; and a line that says so, empty otherwise."""
     import jax
 
     from jrl.trainer.setup.memory import cache_bytes
+    from moe.config import Model
     from sharding.folding import Layout, fold
 
-    positions = model.max_positions
+    positions = config.max_positions
     if positions is None:
         return DEFAULT_LENGTH, ""
-    one_device = fold(Layout(), jax.devices()[:1])
-    cache_bytes_of = partial(cache_bytes, model, one_device, slots)
+    model = Model(config, fold(Layout(), jax.devices()[:1]))
+    cache_bytes_of = partial(cache_bytes, model, slots)
     length = positions
     # Halves, so that lengths are as even as those of published networks.
     while length > DEFAULT_LENGTH and cache_bytes_of(length) > DEFAULT_CACHE_BYTES:

@@ -42,6 +42,7 @@ from jrl.runs.json_lines import restoring_streams, start_json_lines
 from jrl.runs.trust import remember
 from jrl.text.load import load_tokenizer
 from jrl.text.tokenizer import Tokenizer
+from moe.config import Model
 
 # What builds and runs a network is imported in the functions, once the flags are known to be right.
 if TYPE_CHECKING:
@@ -240,7 +241,7 @@ def _build(options: TrainOptions, folder: RunFolder | None = None) -> "Setup":
     setup = build_elastic_setup(options.run, options.recipe, tokenizer, model, code)
     try:
         setup.tokenizer.encode(setup.task.characters)
-        specs(setup.model, setup.mesh)
+        specs(Model(setup.model, setup.mesh))
     except BaseException:
         setup.task.close()
         raise
@@ -277,7 +278,7 @@ def _load_initial_weights(setup: "Setup") -> "Transformer[Array] | None":
     if setup.run.weights is None:
         if (directory := setup.run.checkpoint) is None:
             return None
-        weights, _ = load_model(directory, setup.model, setup.mesh, masters=True)
+        weights, _ = load_model(directory, Model(setup.model, setup.mesh), masters=True)
         print(f"starting from the checkpoint in {directory}")
         return weights
     folder = RunFolder.read(setup.run.weights)
@@ -285,7 +286,7 @@ def _load_initial_weights(setup: "Setup") -> "Transformer[Array] | None":
     if folder.config().get("run", {}).get("lora_rank") is not None:
         lora = lora_of(setup.model, run_of(folder))
     model = replace(setup.model, lora=lora)
-    weights, step = load_model(folder, model, setup.mesh, masters=True)
+    weights, step = load_model(folder, Model(model, setup.mesh), masters=True)
     print(f"starting from {setup.run.weights} after step {step}")
     return weights
 
@@ -392,14 +393,14 @@ def _train(
     if begins:
         adapters, prompts_seen = load_initial_adapters(setup), _count_prompts_seen(setup)
     resume = f"{PROGRAM} --resume --run-dir {shlex.quote(str(folder.path))}"
-    explanation = dispatch_explained(setup.model, setup.run, setup.mesh)
+    explanation = dispatch_explained(Model(setup.model, setup.mesh), setup.run)
     if is_main_process():
         # Of experts on other devices, if the user chose none.
         if explanation is not None:
             print(f"dispatch {explanation}")
         if (buffers := buffers_explained(setup.model, setup.run)) is not None:
             print(f"buffer_factor {buffers}")
-        for line in explain_selections(setup.model, setup.mesh):
+        for line in explain_selections(Model(setup.model, setup.mesh)):
             print(line)
     print(f"run folder: {folder.path}", flush=True)
     try:

@@ -13,14 +13,13 @@ from jaxtyping import Array, Bool, Int
 from moe.attention.delta import DeltaState
 from moe.attention.latent import LatentCore, absorb_keys, caches_latent, project_values
 from moe.attention.layer import CoreAttention, window_of_layer
-from moe.config import ModelConfig
+from moe.config import Model
 from moe.implementations import check_decode_kernel, selected_implementation
 from moe.kernels import decode_attention as decode_kernel
 from moe.kernels import latent_decode
 from moe.kernels.decode_attention import UNIT, decode_attention
 from moe.kernels.latent_decode import latent_decode_attention
 from moe.ops.attention import cached_attention
-from sharding.folding import FoldedMesh
 
 Leaf = TypeVar("Leaf")
 
@@ -53,15 +52,15 @@ class Cache(Generic[Leaf]):
     tails: tuple[Leaf, ...] = ()
 
 
-def cache_columns(length: int, config: ModelConfig, mesh: FoldedMesh) -> int:
+def cache_columns(length: int, model: Model) -> int:
     """Number of columns of a cache for at least `length` of them: a multiple of ``tp``, over which
     the tokens of a prefill are sharded, and of the unit of the decode kernel, if there is one."""
-    named = selected_implementation(config, "decode_attention", mesh) not in (None, "plain")
-    unit = math.lcm(mesh.size(mesh.tp), UNIT if named else 1)
+    named = selected_implementation(model, "decode_attention") not in (None, "plain")
+    unit = math.lcm(model.mesh.size(model.mesh.tp), UNIT if named else 1)
     return -(-length // unit) * unit
 
 
-def kernel_bytes(config: ModelConfig, mesh: FoldedMesh, rows: int, num_positions: int) -> int:
+def kernel_bytes(model: Model, rows: int, num_positions: int) -> int:
     """Bytes on one device of the decode kernel's partial results before they are merged; 0 if no
     kernel runs. They are the results of one layer, as layers run one after the other.
 
@@ -69,9 +68,12 @@ def kernel_bytes(config: ModelConfig, mesh: FoldedMesh, rows: int, num_positions
       rows: rows that a device decodes at a time.
       num_positions: positions of the cache that are read.
     """
-    if selected_implementation(config, "decode_attention", mesh) in (None, "plain"):
+    config = model.config
+    if selected_implementation(model, "decode_attention") in (None, "plain"):
         return 0
-    heads, kv_heads = (n // mesh.size(mesh.tp) for n in (config.num_heads, config.num_kv_heads))
+    heads, kv_heads = (
+        n // model.mesh.size(model.mesh.tp) for n in (config.num_heads, config.num_kv_heads)
+    )
     if config.mla is not None and caches_latent(config):
         rank = config.mla.kv_lora_rank
         partial_results = latent_decode.output_shapes(rows, heads, rank, num_positions)
@@ -142,7 +144,6 @@ class StepCore:
       first: row of the buffers that the first token belongs to.
       num_positions: number of positions that are read, None for all; every live row must be within
         them.
-      mesh: mesh of the program, for the choice of a kernel; None is this process's devices.
 
     Attributes:
       buffers: after `attend` has run.
@@ -153,17 +154,17 @@ class StepCore:
 
     def __init__(
         self,
-        config: ModelConfig,
+        model: Model,
         layer_index: int | Array,
         buffers: tuple[Array, ...],
         inputs: StepTokens,
         stack_index: tuple[Array, ...] = (),
         first: Array | None = None,
         num_positions: int | None = None,
-        mesh: FoldedMesh | None = None,
     ):
+        config = model.config
         self._config = config
-        self._name = selected_implementation(config, "decode_attention", mesh)
+        self._name = selected_implementation(model, "decode_attention")
         check_decode_kernel(config)
         positions, live = inputs.positions, inputs.live
         self.buffers: tuple[Array, ...] = buffers

@@ -1,8 +1,8 @@
-"""Model configuration: sizes, and the options of an architecture."""
+"""Model configuration: sizes, and the options of an architecture; and the model on a mesh."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from moe.architecture.attention import (
     GatedDeltaNet,
@@ -14,6 +14,7 @@ from moe.architecture.feed_forward import Activation, check_first_layers, check_
 from moe.architecture.lora import Lora
 from moe.architecture.rope import RopeScaling
 from moe.execution import Execution
+from sharding.folding import FoldedMesh
 
 Head = Literal["tied", "untied", "value"]
 
@@ -250,6 +251,33 @@ class ModelConfig:
     def for_any_routing(self) -> "ModelConfig":
         """The same network with expert buffers for any routing, see `Execution.buffer_factor`."""
         return replace(self, execution=replace(self.execution, buffer_factor=None))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("config", "mesh"):
+                raise TypeError("a ModelConfig is not a Model: pass Model(config, mesh) instead.")
+            raise AttributeError(f"'ModelConfig' object has no attribute {name!r}")
+
+
+@dataclass(frozen=True)
+class Model:
+    """Model on a mesh, without weights: a static argument of the functions that run it.
+
+        model = Model(config, sharding.fold(sharding.Layout(dp=2)))
+        logits = next_token_logits(weights, tokens, valid, model)     # inside a shard_map
+
+    Attributes:
+      config: sizes and options of the network.
+      mesh: the devices that it runs on.
+    """
+
+    config: ModelConfig
+    mesh: FoldedMesh
+
+    def without_adapters(self) -> "Model":
+        """The base network, without adapters, on the same mesh."""
+        return replace(self, config=self.config.without_adapters())
 
 
 def tiny(vocab_size: int) -> ModelConfig:

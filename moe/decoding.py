@@ -22,7 +22,7 @@ from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention
 from moe.attention.rotary import RotaryCache
 from moe.cache import Cache, StepCore, StepTokens, cache_of, index_layer
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.head import logits_of
 from moe.layers.block import block
 from moe.layers.depth import depth_of, is_stack, num_layers, runs_of
@@ -34,7 +34,6 @@ from moe.router.statistics import layers_in_order
 from moe.tokens.packing import PackedBatch
 from moe.weights import DeltaNet, Layer, Transformer
 from sharding.collectives import join_shards
-from sharding.folding import FoldedMesh
 
 
 def for_step(config: ModelConfig) -> ModelConfig:
@@ -84,8 +83,7 @@ def decode_step(
     weights: Transformer[Array],
     cache: Cache[Array],
     inputs: StepTokens,
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    model: Model,
     record_choices: bool = False,
     rope: RotaryCache | None = None,
 ) -> tuple[Float[Array, "local vocab"], Cache[Array], Int[Array, "row layer k"] | None]:
@@ -108,15 +106,15 @@ def decode_step(
       Logits of this ``tp`` rank's shard of the rows, the cache, and the expert ids, `num_experts`
       for rows that are not live; None if they were not requested.
     """
-    config = for_step(config)
+    model = replace(model, config=for_step(model.config))
     token_rope = None if rope is None else rope.gather(inputs.positions)
     packed = packed_step(inputs, record_choices=record_choices, rope=token_rope)
-    step = _Step(packed, inputs, config, mesh)
-    x, cached_kv, choices, first = embed(weights, inputs.tokens, config, mesh), [], [], 0
+    step = _Step(packed, inputs, model)
+    x, cached_kv, choices, first = embed(weights, inputs.tokens, model), [], [], 0
     # Latent vectors are both keys and values: there is one buffer.
     kv_buffers = zip(cache.keys, *[cache.values] * bool(cache.values), strict=True)
     delta_buffers = zip(cache.states, cache.tails, strict=True)
-    for run in runs_of(layers, config):
+    for run in runs_of(layers, model.config):
         buffers = tuple(
             DeltaState(*next(delta_buffers)) if _is_delta(group) else next(kv_buffers)
             for group in run
@@ -126,11 +124,11 @@ def decode_step(
         cached_kv += buffers
         if expert_ids is not None:
             choices.append(expert_ids)
-    x = rms_norm(x, weights.norm, config.norm_epsilon)
+    x = rms_norm(x, weights.norm, model.config.norm_epsilon)
     expert_ids = None
     if record_choices:
-        expert_ids = join_shards(jnp.moveaxis(jnp.concatenate(choices), 0, 1), mesh.sequence)
-    return logits_of(weights, x, config, mesh), cache_of(cached_kv), expert_ids
+        expert_ids = join_shards(jnp.moveaxis(jnp.concatenate(choices), 0, 1), model.mesh.sequence)
+    return logits_of(weights, x, model), cache_of(cached_kv), expert_ids
 
 
 class _Step(NamedTuple):
@@ -138,8 +136,7 @@ class _Step(NamedTuple):
 
     packed: PackedBatch
     inputs: StepTokens
-    config: ModelConfig
-    mesh: FoldedMesh
+    model: Model
 
 
 LayerCache = DeltaState | tuple[Array, ...]
@@ -204,18 +201,19 @@ def _run_layer(
     `stack_index`; that is empty for a layer by itself.
     """
     if isinstance(before, DeltaState):
-        assert step.config.delta is not None
+        delta = step.model.config.delta
+        assert delta is not None
         # Rows that are not live stay as they are.
         state = DeltaState(*(index_layer(x, stack_index) for x in before))
         new_states = list[DeltaState]()
-        run_delta = partial(run_step, step.config.delta, state, step.inputs.live)
+        run_delta = partial(run_step, delta, state, step.inputs.live)
         core = DeltaCore(run_delta).record_states(new_states.append)
-        x, router = block(layer, x, step.packed, core, step.config, step.mesh, layer_index)
+        x, router = block(layer, x, step.packed, core, step.model, layer_index)
         pairs = zip(before, *new_states, strict=True)
         updated: LayerCache = DeltaState(*(_update_layer(x, new, stack_index) for x, new in pairs))
     else:
-        core = StepCore(step.config, layer_index, before, step.inputs, stack_index, mesh=step.mesh)
-        x, router = block(layer, x, step.packed, core.attend, step.config, step.mesh, layer_index)
+        core = StepCore(step.model, layer_index, before, step.inputs, stack_index)
+        x, router = block(layer, x, step.packed, core.attend, step.model, layer_index)
         updated = core.buffers
     return x, updated, None if router is None else router.choices
 

@@ -41,8 +41,8 @@ class Execution:
     """Implementation of each part of the network, and memory and overlap settings; None picks the
     best that applies.
 
-    A name requires that implementation, and raises where it is not supported. The defaults are in
-    the table of `moe.implementations`.
+    A name requires that implementation, and raises if it is not supported. The defaults are in the
+    table of `moe.implementations`.
     """
 
     CHANGEABLE: ClassVar[bool] = True

@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from moe.adapters import Adapted
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.ops.precision import MASK_VALUE, float32_product
 from moe.weights import Transformer
 from sharding.collectives import (
@@ -37,10 +37,7 @@ Carry = TypeVar("Carry")
 
 
 def logits_of(
-    weights: Transformer[Array],
-    x: Float[Array, "local d_model"],
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    weights: Transformer[Array], x: Float[Array, "local d_model"], model: Model
 ) -> Float[Array, "local vocab"]:
     """Logits ``x W`` over the full vocabulary, float32, of this rank's shard of the tokens.
 
@@ -57,12 +54,13 @@ def logits_of(
     Raises:
       ValueError: the network is a critic.
     """
+    config = model.config
     x, head = _head(weights, x, config)
     if head.shape[1] == config.vocab_size:
         logits = _dot(x, head.astype(x.dtype))
     else:
-        columns = _dot(gather_tokens(x, mesh.tp), head.astype(x.dtype))
-        logits = swap_shards(columns, mesh.tp, split=0, join=1)
+        columns = _dot(gather_tokens(x, model.mesh.tp), head.astype(x.dtype))
+        logits = swap_shards(columns, model.mesh.tp, split=0, join=1)
     used = _used_ids(config)
     return logits if used is None else jnp.where(used[None], logits, MASK_VALUE)
 
@@ -71,8 +69,7 @@ def logprobs_and_entropy(
     weights: Transformer[Array],
     x: Float[Array, "local d_model"],
     tokens: Int[Array, "local"],
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    model: Model,
     temperature: float = 1.0,
 ) -> tuple[Float[Array, "local"], Float[Array, "local"]]:
     """``log p_a`` and ``H = -sum_v p_v log p_v`` of ``p = softmax(z)``, ``z = x W / temperature``.
@@ -111,9 +108,9 @@ def logprobs_and_entropy(
       Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (merging the sums of
       chunks). https://arxiv.org/abs/1805.02867
     """
-    chunking = _Chunking(mesh.tp, config.execution.vocab_chunk, temperature)
-    scores: Any = _scores(_operands(weights, x, tokens, config, mesh), chunking)
-    local_scores = local_shard(jnp.stack(scores, axis=1), mesh.tp)
+    chunking = _Chunking(model.mesh.tp, model.config.execution.vocab_chunk, temperature)
+    scores: Any = _scores(_operands(weights, x, tokens, model), chunking)
+    local_scores = local_shard(jnp.stack(scores, axis=1), model.mesh.tp)
     return local_scores[:, 0], local_scores[:, 1]
 
 
@@ -121,8 +118,7 @@ def is_argmax(
     weights: Transformer[Array],
     x: Float[Array, "local d_model"],
     tokens: Int[Array, "local"],
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    model: Model,
 ) -> Bool[Array, "local"]:
     """True where the given token is the argmax: no token of the vocabulary has a higher logit.
 
@@ -137,8 +133,9 @@ def is_argmax(
     Raises:
       ValueError: the network is a critic.
     """
-    operands = _operands(weights, x, tokens, config, mesh)
-    chunking = _Chunking(mesh.tp, config.execution.vocab_chunk, 1.0)
+    mesh = model.mesh
+    operands = _operands(weights, x, tokens, model)
+    chunking = _Chunking(mesh.tp, model.config.execution.vocab_chunk, 1.0)
 
     def add(maxima: tuple[Array, Array], index: int | Array) -> tuple[Array, Array]:
         chunk = _chunk(operands, chunking, index, None)
@@ -176,9 +173,9 @@ def _operands(
     weights: Transformer[Array],
     x: Float[Array, "local d_model"],
     tokens: Int[Array, "local"],
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    model: Model,
 ) -> _Operands:
+    config, mesh = model.config, model.mesh
     x, head = _head(weights, x, config)
     columns, start, skipped = _local_columns(head, config.vocab_size, mesh)
     # Every rank needs all tokens of the tp group, as it has other columns.

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from moe.attention.latent import caches_latent
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.kernels import decode_attention, grouped, latent_decode, routing, rows
 from moe.kernels.choice import HOPPER, NAMES, Devices, devices_of, unsupported_dtype
-from sharding.folding import FoldedMesh
 
 FROM_HOPPER = 9.0, float("inf")
 FROM_AMPERE = 8.0, float("inf")
@@ -54,33 +53,27 @@ class Selected(NamedTuple):
     explanation: str
 
 
-def selected_implementation(
-    config: ModelConfig, field: str, mesh: FoldedMesh | None = None
-) -> str | None:
+def selected_implementation(model: Model, field: str) -> str | None:
     """Implementation for a field of `Execution`: the name there, or what None selects.
-
-    Args:
-      mesh: mesh of the program; None is this process's devices.
 
     Returns:
       A name; None for devices of an unknown platform: an operation selects by the one that it is
       lowered for.
     """
-    name = getattr(config.execution, field)
+    name = getattr(model.config.execution, field)
     # Core attention also depends on the arrays (`moe.attention.core`).
-    if name is not None or devices_of(mesh).platform is None:
+    if name is not None or devices_of(model.mesh).platform is None:
         return name
-    return select(config, field, mesh).name
+    return select(model, field).name
 
 
-def select(config: ModelConfig, field: str, mesh: FoldedMesh | None = None) -> Selected:
+def select(model: Model, field: str) -> Selected:
     """The row that None in a field of `Execution` selects, with the reason."""
-    devices, passed = devices_of(mesh), list[str]()
-    etp = 1 if mesh is None else mesh.size(mesh.etp)
+    devices, passed = devices_of(model.mesh), list[str]()
     for row in DEFAULTS[field]:
         if not row.is_for(devices):
             continue
-        obstacle = row.obstacle(config, etp)
+        obstacle = row.obstacle(model.config, model.mesh.size(model.mesh.etp))
         if obstacle is None:
             explanation = f"{row.name} ({'; '.join([row.reason, *passed])})"
             return Selected(row.name, explanation)
@@ -88,20 +81,19 @@ def select(config: ModelConfig, field: str, mesh: FoldedMesh | None = None) -> S
     raise AssertionError(f"no row of {field} is for {devices}")
 
 
-def explain_selection(
-    config: ModelConfig, field: str, mesh: FoldedMesh | None = None
-) -> str | None:
+def explain_selection(model: Model, field: str) -> str | None:
     """Explanation in a line of what None in a field selects; None if a name is given, or if there
     is no GPU and so no kernel to select."""
-    if getattr(config.execution, field) is not None or devices_of(mesh).platform != "gpu":
+    name, devices = getattr(model.config.execution, field), devices_of(model.mesh)
+    if name is not None or devices.platform != "gpu":
         return None
-    return select(config, field, mesh).explanation
+    return select(model, field).explanation
 
 
-def explain_selections(config: ModelConfig, mesh: FoldedMesh) -> list[str]:
+def explain_selections(model: Model) -> list[str]:
     """Lines that say what None selects in each field that applies to the network, with its name."""
-    fields = [field for field in DEFAULTS if "attention" in field or config.num_experts]
-    explained = ((field, explain_selection(config, field, mesh)) for field in fields)
+    fields = [field for field in DEFAULTS if "attention" in field or model.config.num_experts]
+    explained = ((field, explain_selection(model, field)) for field in fields)
     return [f"{field} {text}" for field, text in explained if text is not None]
 
 

@@ -25,7 +25,7 @@ from moe.attention.delta import DeltaCore, delta_core
 from moe.attention.latent import LatentCore, caches_latent, expand_latent
 from moe.attention.layer import CoreAttention, window_of_layer
 from moe.cache import Cache, cache_of, to_cache_layout
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.head import logits_of, value_of
 from moe.layers.block import block
 from moe.layers.depth import is_scanned, num_layers, period_of_stack, run_layers
@@ -62,7 +62,7 @@ layer with Gated DeltaNet, whose result is its `DeltaState`."""
 
 
 def embed(
-    weights: Transformer[Array], tokens: Int[Array, "token"], config: ModelConfig, mesh: FoldedMesh
+    weights: Transformer[Array], tokens: Int[Array, "token"], model: Model
 ) -> Float[Array, "local d_model"]:
     """Embeds tokens: the residual stream of this rank's shard of the flattened tokens.
 
@@ -74,7 +74,7 @@ def embed(
     rank. Otherwise none.
 
     Args:
-      tokens: ids, all those of the sequence-parallel group, on each of its devices.
+      tokens: all ids of the sequence-parallel group, on each of its devices.
 
     References:
       Shoeybi et al., "Megatron-LM", 2019, section 3 (the input embedding, parallel over the
@@ -82,6 +82,7 @@ def embed(
     """
     # The table starts with variance 1 / d_model, right for a tied head; the residual stream
     # starts with 1.
+    config, mesh = model.config, model.mesh
     scale = config.d_model**0.5 if config.embedding_scale is None else config.embedding_scale
     num_rows = weights.embedding.shape[0]
     if num_rows == config.vocab_size:
@@ -99,7 +100,7 @@ def embed(
 def lookup(
     table: Float[Array, "vocab d_model"], tokens: Int[Array, "token"]
 ) -> Float[Array, "token d_model"]:
-    """Looks up ``table[tokens]``, float32; zeros without a gradient for ids past the end.
+    """Looks up ``table[tokens]``, float32; zeros, with no gradient, for ids past the end.
 
     The gradient of a row is the sum over the tokens with its id, in float32 and rounded to the
     dtype of the table once: for a frequent token a sum in bfloat16 would stop growing.
@@ -147,13 +148,12 @@ class LayerSpan(NamedTuple):
 def run(
     weights: Transformer[Array],
     packed: PackedBatch,
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    model: Model,
     shard_dims: Layer[ShardDim] | None = None,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
     """Runs the network up to its last norm, on this rank's shard of the tokens.
 
-    All layers are on this device; `moe.stages` runs those of a pipeline.
+    All layers are on this device; `moe.stages` runs the layers of a pipeline.
 
     Args:
       shard_dims: sharded dimensions of the layers' weights, as in `blocks`.
@@ -161,9 +161,9 @@ def run(
     Returns:
       The hidden states after the last norm, in the order of the rows, and the router statistics of
       this device's tokens summed over layers, with `load` ``[layer, route]`` of the layers that
-      have experts; None without any.
+      have experts; None if no layer has.
     """
-    x, stats, _ = run_with_kv(None, weights, packed, config, mesh, shard_dims)
+    x, stats, _ = run_with_kv(None, weights, packed, model, shard_dims)
     return x, stats
 
 
@@ -171,22 +171,20 @@ def run_with_kv(
     collect_kv: KVCollector | None,
     weights: Transformer[Array],
     packed: PackedBatch,
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    model: Model,
     shard_dims: Layer[ShardDim] | None = None,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None, list[Any]]:
     """`run`, which also returns the results of `collect_kv`: one for each group of
     `moe.layers.depth.split_layer_groups`."""
+    mesh = model.mesh
     _check_single_stage(mesh)
     check_num_tokens(packed.tokens.shape[0], mesh)
-    x = embed(weights, packed.tokens, config, mesh)
-    x, first_cached_kv = first_blocks(weights, x, packed, config, mesh, collect_kv)
-    span = LayerSpan(config.num_dense_layers)
-    x, stats, cached_kv = blocks(
-        weights.layers, x, packed, config, mesh, span, shard_dims, collect_kv
-    )
+    x = embed(weights, packed.tokens, model)
+    x, first_cached_kv = first_blocks(weights, x, packed, model, collect_kv)
+    span = LayerSpan(model.config.num_dense_layers)
+    x, stats, cached_kv = blocks(weights.layers, x, packed, model, span, shard_dims, collect_kv)
     return (
-        last_norm(weights, restore_row_order(x, packed, mesh), config),
+        last_norm(weights, restore_row_order(x, packed, mesh), model.config),
         stats,
         first_cached_kv + cached_kv,
     )
@@ -196,15 +194,14 @@ def first_blocks(
     weights: Transformer[Array],
     x: Float[Array, "local d_model"],
     packed: PackedBatch,
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    model: Model,
     collect_kv: KVCollector | None = None,
 ) -> tuple[Float[Array, "local d_model"], list[Any]]:
     """Runs the leading dense layers that some networks have: the residual stream after them, and
     the results of `collect_kv`."""
     if weights.first_layers is None:
         return x, []
-    x, _, cached_kv = blocks(weights.first_layers, x, packed, config, mesh, collect_kv=collect_kv)
+    x, _, cached_kv = blocks(weights.first_layers, x, packed, model, collect_kv=collect_kv)
     return x, cached_kv
 
 
@@ -212,8 +209,7 @@ def blocks(
     layers: Layer[Array],
     x: Float[Array, "local d_model"],
     packed: PackedBatch,
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    model: Model,
     span: LayerSpan = LayerSpan(),  # noqa: B008, of no mutable value
     shard_dims: Layer[ShardDim] | None = None,
     collect_kv: KVCollector | None = None,
@@ -237,6 +233,7 @@ def blocks(
       the rows, None without experts; and a list of the results of `collect_kv`, one per layer or,
       if the stack is scanned, per layer of a period, with a dimension of periods in front.
     """
+    config = model.config
     depth, (first, present) = num_layers(layers), span
     # In a pipeline all chunks are alike in them (`moe.placement.check_delta_layers`).
     of_delta = tuple(layer for layer in delta_layers(config) if layer < depth)
@@ -256,9 +253,7 @@ def blocks(
             else half.core_attention_of_layer(layer_index, window)
             for half in half_batches
         ]
-        run_layer = with_half_batches(
-            block, half_batches, cores, collect_kv, config, mesh, layer_index
-        )
+        run_layer = with_half_batches(block, half_batches, cores, collect_kv, model, layer_index)
         run_layer = with_fsdp(run_layer, shard_dims)
         # Layers are padded at the end of a stack: all of a scan are alike.
         may_be_absent = present is not None and (scanned or index == depth - 1)
@@ -267,10 +262,10 @@ def blocks(
         run_layer = with_remat(run_layer, config, is_present, in_scan=scanned and period == 1)
         return run_layer(layer, streams)
 
-    streams = split_streams(x, packed, mesh)
+    streams = split_streams(x, packed, model.mesh)
     streams, outs = run_layers(run_numbered, layers, streams, config.execution, period, of_delta)
     collected, cached_kv = ([out[entry] for out in outs] for entry in range(2))
-    stats = restore_choices_order(sums_over_layers(collected, scanned), packed, mesh)
+    stats = restore_choices_order(sums_over_layers(collected, scanned), packed, model.mesh)
     return join_streams(streams), stats, cached_kv
 
 
@@ -291,8 +286,7 @@ def with_half_batches(
     half_batches: Sequence[PackedBatch],
     cores: Sequence[CoreAttention | LatentCore | DeltaCore],
     collect_kv: KVCollector | None,
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    model: Model,
     layer_index: int | Int[Array, ""],
 ) -> RunLayer:
     """Runs a block on the whole batch, or on two half-batches that overlap."""
@@ -307,10 +301,10 @@ def with_half_batches(
                 if isinstance(core, DeltaCore):
                     core = core.record_states(cached_kv.append)
                 else:
-                    core = record_kv(core, collect_kv, cached_kv, config)
-            return run_block(layer, x, half_batches[half], core, config, mesh, layer_index)
+                    core = record_kv(core, collect_kv, cached_kv, model.config)
+            return run_block(layer, x, half_batches[half], core, model, layer_index)
 
-        streams, stats = run_streams(run_half, layer, streams, config, mesh)
+        streams, stats = run_streams(run_half, layer, streams, model)
         return streams, (stats, cached_kv[0] if cached_kv else None)
 
     return run_layer
@@ -353,8 +347,7 @@ def hidden(
     weights: Transformer[Array],
     tokens: Tokens,
     valid: Valid,
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    model: Model,
     replay: Choices | None = None,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
     """`run` on the rows of this ``dp`` rank.
@@ -365,15 +358,11 @@ def hidden(
       replay: expert ids from `routing_choices`, used instead of the router's selection, with the
         current scores; a token with an id out of range is routed.
     """
-    return run(weights, pack_rows(tokens, valid, mesh, config, replay), config, mesh)
+    return run(weights, pack_rows(tokens, valid, model, replay), model)
 
 
 def routing_choices(
-    weights: Transformer[Array],
-    tokens: Tokens,
-    valid: Valid,
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    weights: Transformer[Array], tokens: Tokens, valid: Valid, model: Model
 ) -> Choices:
     """Expert ids that the router selects for each token in each layer, before dropping, as `replay`
     takes them.
@@ -383,39 +372,31 @@ def routing_choices(
     Raises:
       ValueError: for a network without experts, and as `run`.
     """
-    if config.num_experts == 0:
+    if model.config.num_experts == 0:
         raise ValueError("num_experts=0 has no router, so there are no expert ids to return.")
-    config = config.for_any_routing()
-    packed = pack_rows(tokens, valid, mesh, config)
-    _, stats = run(weights, packed._replace(record_choices=True), config, mesh)
+    model = replace(model, config=model.config.for_any_routing())
+    packed = pack_rows(tokens, valid, model)
+    _, stats = run(weights, packed._replace(record_choices=True), model)
     assert stats is not None
     assert stats.choices is not None
-    return jnp.moveaxis(_choices_by_row(stats.choices, packed, mesh), 2, 0)
+    return jnp.moveaxis(_choices_by_row(stats.choices, packed, model.mesh), 2, 0)
 
 
 def next_token_logits(
-    weights: Transformer[Array],
-    tokens: Tokens,
-    valid: Valid,
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    weights: Transformer[Array], tokens: Tokens, valid: Valid, model: Model
 ) -> tuple[Float[Array, "local vocab"], RouterStatistics[Array] | None]:
     """Logits of the token after each position, this rank's shard of the flattened positions."""
-    x, stats = hidden(weights, tokens, valid, config, mesh)
-    return logits_of(weights, x, config, mesh), stats
+    x, stats = hidden(weights, tokens, valid, model)
+    return logits_of(weights, x, model), stats
 
 
 def values(
-    weights: Transformer[Array],
-    tokens: Tokens,
-    valid: Valid,
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    weights: Transformer[Array], tokens: Tokens, valid: Valid, model: Model
 ) -> tuple[Float[Array, "batch time"], RouterStatistics[Array] | None]:
     """Critic values aligned to tokens: column t has the value of the state before token t, computed
     at column t - 1; column 0 is 0.
 
-    A value computed at padding, such as that of the first token after left padding, has no meaning.
+    A value computed at padding, for example for the first token after left padding, has no meaning.
 
     Returns:
       The values of the rows of this ``dp`` rank, float32, equal on all ranks of ``cp`` and ``tp``;
@@ -425,8 +406,8 @@ def values(
       ValueError: the network is no critic, the layout has ``pp``, or ``cp x tp`` does not divide
         the number of tokens.
     """
-    x, stats = hidden(weights, tokens, valid, config, mesh)
-    return align_to_tokens(value_of(weights, x, config), tokens.shape, mesh, config), stats
+    x, stats = hidden(weights, tokens, valid, model)
+    return align_to_tokens(value_of(weights, x, model.config), tokens.shape, model), stats
 
 
 class Prefilled(NamedTuple):
@@ -453,32 +434,31 @@ def prefill(
     weights: Transformer[Array],
     tokens: Int[Array, "row column"],
     lengths: Int[Array, "row"],
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    model: Model,
     record_choices: bool = False,
 ) -> Prefilled:
     """Prefill: runs rows of tokens and returns their keys and values.
 
     Args:
-      tokens: ids; those of a row start in its first column, and what follows them is not read.
+      tokens: ids; a row starts in its first column, and what follows its tokens is not read.
       record_choices: also return the expert ids of each token.
 
     Raises:
       ValueError: on a layout with ``cp``, as a cache holds whole rows, or with ``pp``; or if ``tp``
         does not divide the number of tokens, rows times columns.
     """
-    if mesh.layout.cp > 1:
+    if (layout := model.mesh.layout).cp > 1:
         raise ValueError(
-            f"layout {mesh.layout}: decoding does not support context parallelism, as a KV cache "
+            f"layout {layout}: decoding does not support context parallelism, as a KV cache "
             "holds full rows: use cp=1."
         )
-    config = for_prefill(config)
-    packed = packed_prefill(tokens, lengths, config, mesh, record_choices)
+    model = replace(model, config=for_prefill(model.config))
+    packed = packed_prefill(tokens, lengths, model, record_choices)
     collect_kv = partial(to_cache_layout, tokens.shape)
-    x, router, cached_kv = run_with_kv(collect_kv, weights, packed, config, mesh)
+    x, router, cached_kv = run_with_kv(collect_kv, weights, packed, model)
     expert_ids = None if router is None else router.choices
-    states, choices = by_row(x, expert_ids, packed, lengths, mesh)
-    return Prefilled(cache_of(cached_kv), states, choices, overflow_of(router, config))
+    states, choices = by_row(x, expert_ids, packed, lengths, model.mesh)
+    return Prefilled(cache_of(cached_kv), states, choices, overflow_of(router, model.config))
 
 
 def for_prefill(config: ModelConfig) -> ModelConfig:
@@ -489,21 +469,17 @@ def for_prefill(config: ModelConfig) -> ModelConfig:
 
 
 def packed_prefill(
-    tokens: Int[Array, "row column"],
-    lengths: Int[Array, "row"],
-    config: ModelConfig,
-    mesh: FoldedMesh,
-    record_choices: bool,
+    tokens: Int[Array, "row column"], lengths: Int[Array, "row"], model: Model, record_choices: bool
 ) -> PackedBatch:
     """Packed batch of the rows of a prefill: rows times columns tokens, row after row, equal on
     every ``tp`` rank.
 
     Args:
       tokens, lengths, record_choices: as for `prefill`.
-      config: as `for_prefill` returns it.
+      model: its config is as `for_prefill` returns it.
     """
     valid = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
-    packed = pack_rows(tokens, valid, mesh, config)
+    packed = pack_rows(tokens, valid, model)
     return packed._replace(record_choices=record_choices)
 
 
@@ -514,7 +490,7 @@ def by_row(
     lengths: Int[Array, "row"],
     mesh: FoldedMesh,
 ) -> tuple[Array, Array | None]:
-    """States and expert ids by row, as in `Prefilled`, from those of all tokens.
+    """States and expert ids by row, as in `Prefilled`, from the states and ids of all tokens.
 
     Args:
       x: hidden states after the last norm, this rank's shard.

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from moe.architecture.attention import delta_layers
-from moe.config import ModelConfig
+from moe.config import Model
 from moe.weights import Leaf, Transformer, Weight, axis_sizes, shapes, table
 from sharding import zero
 from sharding.folding import FoldedMesh
@@ -91,8 +91,8 @@ def first_layers_of_chunks(num_layers: int, mesh: FoldedMesh) -> tuple[int, ...]
     return (0, *accumulate(layers_per_chunk(num_layers, mesh)))[:-1]
 
 
-def specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
-    """PartitionSpec of each weight on `mesh`, stored as by `in_chunks`.
+def specs(model: Model) -> Transformer[PartitionSpec]:
+    """PartitionSpec of each weight on the mesh, stored as by `in_chunks`.
 
     Embedding and head are replicated if ``tp`` does not divide the vocabulary, whose size is given
     and not a choice of the layout.
@@ -101,6 +101,7 @@ def specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
       ValueError: if an axis is not divisible by the number of devices that it is sharded over, and
         for ``ep`` or ``etp`` of a network without experts.
     """
+    config, mesh = model.config, model.mesh
     mesh.layout.check_experts(config.num_experts)
     rules, sizes, num_chunks = dict(weight_rules(mesh)), axis_sizes(config), mesh.layout.vpp
     # The only axis that may be replicated: a vocabulary is given, all other sizes can be chosen.
@@ -124,34 +125,31 @@ def specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
     return jax.tree.map(spec_of, table(config))
 
 
-def shard_specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
+def shard_specs(model: Model) -> Transformer[PartitionSpec]:
     """PartitionSpec of the optimizer state of each weight (ZeRO-1), and under `Execution.fsdp` of
     the weight (ZeRO-3)."""
-    return _map_weights(zero.shard_spec, config, mesh)
+    return _map_weights(zero.shard_spec, model)
 
 
-def shard_dims(
-    config: ModelConfig, mesh: FoldedMesh, gradient_dtype: str = "float32"
-) -> Transformer[zero.ShardDim]:
+def shard_dims(model: Model, gradient_dtype: str = "float32") -> Transformer[zero.ShardDim]:
     """Shard dimension of each weight for `shard_specs`; gradients across nodes are sent in the
     dtype `gradient_dtype`."""
-    return _map_weights(partial(zero.shard_dim, comm_dtype=gradient_dtype), config, mesh)
+    return _map_weights(partial(zero.shard_dim, comm_dtype=gradient_dtype), model)
 
 
 def _map_weights(
-    function: Callable[[PartitionSpec, tuple[int, ...], FoldedMesh, int], Leaf],
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    function: Callable[[PartitionSpec, tuple[int, ...], FoldedMesh, int], Leaf], model: Model
 ) -> Transformer[Leaf]:
     """Maps `function` over the PartitionSpec of each weight, its shape as stored, the mesh, and the
     number of leading dimensions that must not be sharded: the dimensions of the stack of layers, if
     layers are unsharded one by one."""
     # First, so that an unsupported layout raises with its own reason.
-    full_specs = specs(config, mesh)
-    stored = jax.eval_shape(lambda weights: in_chunks(weights, mesh), shapes(config))
+    mesh = model.mesh
+    full_specs = specs(model)
+    stored = jax.eval_shape(lambda weights: in_chunks(weights, mesh), shapes(model.config))
     # Sharded along the stack, each device would have whole layers, and no layer could be gathered
     # alone.
-    stack_dims = (1 if mesh.layout.vpp == 1 else 2) if config.execution.fsdp else 0
+    stack_dims = (1 if mesh.layout.vpp == 1 else 2) if model.config.execution.fsdp else 0
     first = replace(
         jax.tree.map(lambda _: 0, stored), layers=jax.tree.map(lambda _: stack_dims, stored.layers)
     )
@@ -228,27 +226,27 @@ def in_layer_order(
     return replace(weights, layers=jax.tree.map(in_order, weights.layers))
 
 
-def without_chunks(config: ModelConfig, mesh: FoldedMesh) -> FoldedMesh:
-    """The mesh for weights with one axis of layers, in order and without padding, as in other
-    layouts: its stages have consecutive layers or, if these would not be equally many, all
+def without_chunks(model: Model) -> Model:
+    """The model on a mesh for weights with one axis of layers, in order and without padding, as in
+    other layouts: its stages have consecutive layers or, if these would not be equally many, all
     layers."""
-    plain = replace(mesh, layout=replace(mesh.layout, vpp=1))
-    if is_even(axis_sizes(config)["layer"], plain):
-        return plain
-    return replace(plain, layout=replace(plain.layout, pp=1), pp=())
+    plain = replace(model.mesh, layout=replace(model.mesh.layout, vpp=1))
+    if not is_even(axis_sizes(model.config)["layer"], plain):
+        plain = replace(plain, layout=replace(plain.layout, pp=1), pp=())
+    return replace(model, mesh=plain)
 
 
-def stored_specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
+def stored_specs(model: Model) -> Transformer[PartitionSpec]:
     """PartitionSpecs of weights between updates: `specs`, or `shard_specs` under
     `Execution.fsdp`."""
-    return (shard_specs if config.execution.fsdp else specs)(config, mesh)
+    return (shard_specs if model.config.execution.fsdp else specs)(model)
 
 
-def shardings(config: ModelConfig, mesh: FoldedMesh) -> Transformer[NamedSharding]:
-    """`stored_specs` on the devices of `mesh`."""
-    return named_shardings(stored_specs(config, mesh), mesh)
+def shardings(model: Model) -> Transformer[NamedSharding]:
+    """`stored_specs` on the devices of the mesh."""
+    return named_shardings(stored_specs(model), model.mesh)
 
 
-def shard_shardings(config: ModelConfig, mesh: FoldedMesh) -> Transformer[NamedSharding]:
-    """`shard_specs` on the devices of `mesh`."""
-    return named_shardings(shard_specs(config, mesh), mesh)
+def shard_shardings(model: Model) -> Transformer[NamedSharding]:
+    """`shard_specs` on the devices of the mesh."""
+    return named_shardings(shard_specs(model), model.mesh)

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe import model, placement
+from moe import placement
 from moe.adapters import combine_trees
-from moe.config import ModelConfig
+from moe.config import Model
 from moe.layers.two_batch_overlap import restore_row_order
-from moe.model import embed
+from moe.model import LayerSpan, blocks, check_num_tokens, embed, first_blocks, last_norm
 from moe.router.balance import router_loss
 from moe.router.statistics import RouterStatistics
 from moe.tokens.packing import PackedBatch
@@ -49,11 +49,7 @@ class Ends(NamedTuple):
 
 
 def scan_micro_batches(
-    weights: Transformer[Array],
-    micro_batches: MicroBatch,
-    ends: Ends,
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    weights: Transformer[Array], micro_batches: MicroBatch, ends: Ends, model: Model
 ) -> tuple[Any, RouterStatistics[Array] | None]:
     """Runs micro-batches forward through the pipeline stages.
 
@@ -67,20 +63,19 @@ def scan_micro_batches(
       as ``[layer, micro_batch, token, k]``.
     """
     num_micro_batches = jax.tree.leaves(micro_batches)[0].shape[0]
-    stages = _number_micro_batches(_stages(weights, ends, config, mesh), num_micro_batches)
+    stages = _number_micro_batches(_stages(weights, ends, model), num_micro_batches)
     numbered = jnp.arange(num_micro_batches), micro_batches
     outs, stats = pipeline.apply(
-        stages, _ends(weights), _chunks_of(weights, mesh), numbered, _pipeline(mesh)
+        stages, _ends(weights), _chunks_of(weights, model.mesh), numbered, _pipeline(model.mesh)
     )
-    return outs, _join_statistics(stats, config, mesh)
+    return outs, _join_statistics(stats, model)
 
 
 def gradients(
     weights: Transformer[Array],
     micro_batches: MicroBatch,
     ends: Ends,
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    model: Model,
     shard_dims: Layer[ShardDim] | None = None,
     frozen: Transformer[Array] | None = None,
 ) -> tuple[Float[Array, ""], Transformer[Array], dict[str, Any], RouterStatistics[Array] | None]:
@@ -98,7 +93,7 @@ def gradients(
       zero where another stage uses them; the metrics ``[micro_batch, ...]``, equal on all stages;
       and the router's sums, as in `scan_micro_batches`.
     """
-    stages = _stages(weights, ends, config, mesh, shard_dims)
+    stages, mesh = _stages(weights, ends, model, shard_dims), model.mesh
     if frozen is not None:
         stages = _with_frozen(stages, frozen, mesh)
     sums = pipeline.gradients(
@@ -107,16 +102,13 @@ def gradients(
     # One chunk per stage was given a dimension of its own (`_chunks_of`), which goes again.
     layers = jax.tree.map(lambda x, like: x.reshape(like.shape), sums.layers, weights.layers)
     grads = replace(weights, **sums.embed_and_head, layers=layers)
-    return sums.loss, grads, sums.metrics, _join_statistics(sums.statistics, config, mesh)
+    return sums.loss, grads, sums.metrics, _join_statistics(sums.statistics, model)
 
 
 def _stages(
-    weights: Transformer[Array],
-    ends: Ends,
-    config: ModelConfig,
-    mesh: FoldedMesh,
-    shard_dims: Layer[ShardDim] | None = None,
+    weights: Transformer[Array], ends: Ends, model: Model, shard_dims: Layer[ShardDim] | None = None
 ) -> Stages:
+    config, mesh = model.config, model.mesh
     pack, apply_head, num_tokens = ends.pack, ends.apply_head, jnp.asarray(ends.num_tokens)
     # The dense first layers run with the embedding: a pipeline needs chunks of equal layers.
     stacked = config.num_layers - config.num_dense_layers
@@ -126,22 +118,22 @@ def _stages(
     def first(end_weights, micro_batch):
         # Gradients are taken with respect to `end_weights`: they, not `weights`, must be used.
         packed, full_weights = pack(micro_batch), replace(weights, **end_weights)
-        model.check_num_tokens(packed.tokens.shape[0], mesh)
-        x = embed(full_weights, packed.tokens, config, mesh)
-        return model.first_blocks(full_weights, x, packed, config, mesh)[0]
+        check_num_tokens(packed.tokens.shape[0], mesh)
+        x = embed(full_weights, packed.tokens, model)
+        return first_blocks(full_weights, x, packed, model)[0]
 
     def chunk(layers, x, micro_batch, chunk_index):
         # Traced: a stage learns only at run time which model chunk, and so which layers, it runs.
         before = config.num_dense_layers + starts[chunk_index]
         present = None if placement.is_even(stacked, mesh) else depths[chunk_index]
-        span = model.LayerSpan(before, present)
-        x, stats, _ = model.blocks(layers, x, pack(micro_batch), config, mesh, span, shard_dims)
-        return x, router_loss(stats, config, mesh, num_tokens), stats
+        span = LayerSpan(before, present)
+        x, stats, _ = blocks(layers, x, pack(micro_batch), model, span, shard_dims)
+        return x, router_loss(stats, model, num_tokens), stats
 
     def last(end_weights, x, micro_batch):
         full_weights = replace(weights, **end_weights)
         x = restore_row_order(x, pack(micro_batch), mesh)
-        return apply_head(full_weights, model.last_norm(full_weights, x, config), micro_batch)
+        return apply_head(full_weights, last_norm(full_weights, x, model.config), micro_batch)
 
     return Stages(first, chunk, last)
 
@@ -202,10 +194,11 @@ def _chunks_of(weights: Transformer[Array], mesh: FoldedMesh) -> Any:
 
 
 def _join_statistics(
-    stats: RouterStatistics[Array] | None, config: ModelConfig, mesh: FoldedMesh
+    stats: RouterStatistics[Array] | None, model: Model
 ) -> RouterStatistics[Array] | None:
     """Sums over all layers, from the sums of each chunk; values per layer are in the order of the
     layers."""
+    mesh = model.mesh
     if stats is None:
         return None
     sums = replace(stats, choices=None)
@@ -215,7 +208,9 @@ def _join_statistics(
         x = join_shards(x[None], mesh.pp)  # [stage, chunk, layer, ...]
         # Model chunk c is on stage c % stages, so that chunks in order alternate between stages.
         x = jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])
-        return placement.without_padding(x, config.num_layers - config.num_dense_layers, mesh)
+        return placement.without_padding(
+            x, model.config.num_layers - model.config.num_dense_layers, mesh
+        )
 
     choices = stats.choices
     if choices is not None:  # [chunk, micro_batch, layer, token, k]

@@ -326,6 +326,51 @@ def test_rooms_of_moe_import_those_below():
     assert arrows["kernels"] < BELOW_KERNELS
 
 
+CONFIGS, MESHES = ("ModelConfig",), ("FoldedMesh", "SplitMesh")
+
+
+def split_models(source: str) -> list[str]:
+    """Functions that take a network's configuration and a mesh as two parameters."""
+    result = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            kinds = {arg.arg: ast.unparse(arg.annotation) for arg in args if arg.annotation}
+            named = {"config", "mesh"} <= {arg.arg for arg in args}
+            typed = [
+                any(kind.removesuffix(" | None") in group for kind in kinds.values())
+                for group in (CONFIGS, MESHES)
+            ]
+            if named or all(typed):
+                result.append(node.name)
+    return result
+
+
+def test_functions_take_a_model_instead_of_config_and_mesh():
+    found = [
+        f"{path}: {name}"
+        for room in PACKAGES
+        for path in files(room)
+        for name in split_models((ROOT / path).read_text(encoding="utf-8"))
+    ]
+    assert len(found) < 15, "\n".join(["pass a moe.config.Model to:", *found])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "counts"),
+    [
+        ("weights, config, mesh", True),
+        ("mesh: FoldedMesh, network: ModelConfig | None = None", True),
+        ("config: ModelConfig, *, groups: SplitMesh", True),
+        ("config: RunConfig, mesh: FoldedMesh", True),
+        ("model: Model, rollout: FoldedMesh", False),
+        ("network: ModelConfig, num_layers: int", False),
+    ],
+)
+def test_split_models_finds_config_beside_mesh(parameters, counts):
+    assert bool(split_models(f"class A:\n    def f({parameters}): ...")) == counts
+
+
 def test_import_circle_is_found():
     arrows = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
     assert circles(arrows) == [{"b", "c"}]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from benchmarks.absent import compilers
 from benchmarks.absent.steps import OF_ATTENTION, OF_PREFILL, Step, prompts_of_prefill
 from benchmarks.gpu.networks import network
+from moe.config import Model
 
 
 class Half(NamedTuple):
@@ -94,7 +95,9 @@ def _attention(step: Step) -> Half:
     serving = _serving(step)
     config, mesh = serving.config, serving.mesh.attention
     sharded = partial(_sharded, mesh=mesh)
-    rest = jax.tree.map(sharded, without_layers(cast_shapes(config)), rest_specs(config, mesh))
+    rest = jax.tree.map(
+        sharded, without_layers(cast_shapes(config)), rest_specs(Model(config, mesh))
+    )
     inputs = _inputs(step, serving)
     state = jax.eval_shape(partial(programs.begin, serving), rest, inputs)
     state = jax.tree.map(sharded, state, state_specs(serving))
@@ -140,7 +143,7 @@ def _layer(serving: Any) -> Any:
     stack = _without_experts(cast_shapes(config)).layers
     table = Placement.identity(config.num_experts, serving.num_peers).slot_table()
     return AttentionHalf(
-        jax.tree.map(sharded, _of_one_layer(stack), attention_specs(config, mesh)),
+        jax.tree.map(sharded, _of_one_layer(stack), attention_specs(Model(config, mesh))),
         jax.tree.map(lambda x: sharded(x, PartitionSpec()), table),
     )
 
@@ -185,7 +188,7 @@ def _layer_cache(step: Step, serving: Any) -> Any:
     mesh = serving.mesh.attention
     # Those of one layer are made as those of all.
     config = replace(serving.config, num_layers=serving.config.num_dense_layers + 1)
-    columns = cache_columns(step.prompt + step.response, config, mesh)
+    columns = cache_columns(step.prompt + step.response, Model(config, mesh))
     cache = abstract_pool(Decoder(config, mesh, 0, (1,)), step.rows, columns).cache
     return Buffers(cache.keys[-1], cache.values[-1] if cache.values else None)
 

@@ -18,6 +18,7 @@ from benchmarks.absent.compilers import Program
 from benchmarks.absent.rows import HOPPER, Figures, reason
 from benchmarks.absent.selection import Selection
 from benchmarks.gpu.shapes import QWEN3_A3B
+from moe.config import Model
 from sharding.overlap import ENTRY, Instruction, computations
 
 BOUND = 20_000
@@ -126,7 +127,7 @@ def experts_layer(**execution: Any) -> Program:
 
     mesh = fold(Layout.parse("dp8 / ep8"), compilers.devices("h100", "1x1x8"))
     config = network(QWEN3_A3B, **execution)
-    product = selected_implementation(config, "experts", mesh)
+    product = selected_implementation(Model(config, mesh), "experts")
     by_token, by_expert = PartitionSpec(mesh.dp), PartitionSpec(mesh.ep)
 
     def layer(gate_up: Any, down: Any, x: Any, ids: Any, probs: Any) -> Any:
@@ -192,8 +193,8 @@ def decode_step(rows: int = 64, length: int = 1024, **execution: Any) -> Program
     mesh = fold(Layout(), compilers.devices("h100", "1x1x1"))
     config = network(QWEN3_A3B, **execution)
     columns, spec, everywhere = (
-        cache_columns(length, config, mesh),
-        specs(config, mesh),
+        cache_columns(length, Model(config, mesh)),
+        specs(Model(config, mesh)),
         PartitionSpec(),
     )
     # Only compiled: which axes the results vary over changes no kernel.
@@ -206,11 +207,11 @@ def decode_step(rows: int = 64, length: int = 1024, **execution: Any) -> Program
         )
 
     def prefilled(weights: Any, tokens: Any, lengths: Any) -> Any:
-        return model.prefill(weights, tokens, lengths, config, mesh).cache
+        return model.prefill(weights, tokens, lengths, Model(config, mesh)).cache
 
     def step(weights: Any, cache: Any, tokens: Any, positions: Any, live: Any) -> Any:
         layers, inputs = split_layer_groups(weights, config), StepTokens(tokens, positions, live)
-        return decoding.decode_step(layers, weights, cache, inputs, config, mesh)[:2]
+        return decoding.decode_step(layers, weights, cache, inputs, Model(config, mesh))[:2]
 
     weights = of(shapes(config), jnp.bfloat16)
     number = of(jax.ShapeDtypeStruct((rows,), jnp.int32))

@@ -24,6 +24,7 @@ from benchmarks.absent.steps import (
 )
 from benchmarks.absent.timeline import overlap
 from benchmarks.gpu.networks import network
+from moe.config import Model
 
 
 def steps(selection: Selection, *, quick: bool, keep: Path | None) -> Iterator[Figures]:
@@ -130,7 +131,7 @@ def predicted_bytes(step: Step) -> float | None:
     batch = Batch(
         step.rows, step.prompt + step.response, step.rows // step.micro_batches // layout.dp
     )
-    method = method_of(config, mesh, batch, _run_config(step))
+    method = method_of(Model(config, mesh), batch, _run_config(step))
     return memory(sizes_of(config), layout, batch, method, config.execution.vocab_chunk).total
 
 
@@ -268,7 +269,7 @@ def _prefill(step: Step) -> tuple[Any, ...]:
     def of(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
 
-    shardings = named_shardings(specs(config, mesh), mesh)
+    shardings = named_shardings(specs(Model(config, mesh)), mesh)
     weights = jax.tree.map(abstract_array, cast_shapes(config), shardings)
     prompts = dp * prompts_of_prefill(step, dp)
     return (

@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.gpu.networks import network, peak_gibibytes
 from benchmarks.gpu.rows import Figures, Row, Settings
 from benchmarks.gpu.shapes import QWEN3_06B, SMALL_DENSE
+from moe.config import Model
 
 # Prompts, completions of each, tokens of a response, rows of a micro-batch, tokens of the
 # vocabulary.
@@ -37,7 +38,7 @@ def _step(
 
     setup = _setup(settings, prompts, group, response, micro_batch, characters)
     try:
-        weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights"))
+        weights = init_weights(Model(setup.model, setup.mesh), setup.randomness.key("weights"))
         state = init_state(setup.networks, weights, setup.randomness.key("critic"))
         del weights
         sampler, seconds, done = setup.sampler(), [], None

@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.gpu.networks import network, one_device
 from benchmarks.gpu.rows import Figures, Row, Settings, Work, measured, needs_gpu, random
 from benchmarks.gpu.shapes import QWEN3_A3B, SMALL_MOE
+from moe.config import Model
 
 FORMS: dict[str, dict[str, Any]] = {
     "mosaic": {"experts": "mosaic"},
@@ -67,13 +68,14 @@ def program(config: Any, which: str) -> Callable[..., Any]:
     from moe.tokens.packing import pack_rows
 
     mesh = one_device()
+    model = Model(config, mesh)
     spread = PartitionSpec(mesh.axes)
-    of_layer = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs(config, mesh).layers)
+    of_layer = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs(model).layers)
 
     def local(layer, x):
         tokens = jnp.zeros(x.shape[:2], jnp.int32)
-        packed = pack_rows(tokens, jnp.ones(tokens.shape, bool), mesh, config)
-        out, _ = feed_forward(layer, x.reshape(-1, x.shape[-1]), packed, config, mesh)
+        packed = pack_rows(tokens, jnp.ones(tokens.shape, bool), model)
+        out, _ = feed_forward(layer, x.reshape(-1, x.shape[-1]), packed, model)
         return out.reshape(x.shape)
 
     term = jax.shard_map(local, mesh=mesh.mesh, in_specs=(of_layer, spread), out_specs=spread)

@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from moe import placement
 from moe.adapters import has_adapters, merge_adapters, without_adapters
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.disaggregated.placement import Placement
 from moe.disaggregated.split import Split, SplitMesh, devices_of, fold_split
 from moe.disaggregated.weights import SplitWeights, split_weights
@@ -130,7 +130,7 @@ def are_disjoint(training: FoldedMesh, rollout: FoldedMesh) -> bool:
 
 
 def rollout_policy(
-    weights: Transformer[Array], config: ModelConfig, training: FoldedMesh, rollout: FoldedMesh
+    weights: Transformer[Array], model: Model, rollout: FoldedMesh
 ) -> Transformer[Array]:
     """Policy on the rollout mesh, stored as `moe.placement.in_chunks` describes.
 
@@ -140,78 +140,70 @@ def rollout_policy(
     a weight is split over there`` bytes, less what it holds already.
 
     Args:
-      weights: on the mesh of training.
+      weights: on the mesh of `model`, of training.
       rollout: over the devices of training, in the same order, or over others.
     """
-    if rollout == training and not has_adapters(weights):
+    if rollout == model.mesh and not has_adapters(weights):
         return weights
-    return reshard(weights, config, training, rollout)
+    return reshard(weights, model, rollout)
 
 
 def split_policy(
-    weights: Transformer[Array],
-    config: ModelConfig,
-    training: FoldedMesh,
-    mesh: SplitMesh,
-    experts: Sequence[Placement],
+    weights: Transformer[Array], model: Model, mesh: SplitMesh, experts: Sequence[Placement]
 ) -> SplitWeights[Array]:
     """Policy on the device groups of attention and experts. Each device receives its weights
     (`moe.disaggregated.weights.split_weights`) with equal bits; adapters are merged first.
 
     Args:
-      weights: on the mesh of training.
+      weights: on the mesh of `model`, of training.
       experts: expert placement of each layer with experts.
     """
-    in_order, config = _merged_in_layer_order(weights, config, training)
+    in_order, config = _merged_in_layer_order(weights, model)
     # Blocks: updates donate the buffers that are being read.
     return jax.block_until_ready(split_weights(in_order, config, mesh, experts))
 
 
-def reshard(
-    weights: Transformer[Array], config: ModelConfig, source: FoldedMesh, target: FoldedMesh
-) -> Transformer[Array]:
-    """Reshards weights from `source` to `target`, with equal bits; adapters are merged
+def reshard(weights: Transformer[Array], model: Model, target: FoldedMesh) -> Transformer[Array]:
+    """Reshards weights from the mesh of `model` to `target`, with equal bits; adapters are merged
     (`moe.adapters.merge_adapters`).
 
     Args:
-      target: over the devices of `source`, in the same order, or over other devices of the
-        process.
+      target: over the same devices, in the same order, or over other devices of the process.
     """
-    config = config if has_adapters(weights) else config.without_adapters()
-    if not are_disjoint(source, target):
+    model = model if has_adapters(weights) else model.without_adapters()
+    if not are_disjoint(model.mesh, target):
         leaves, structure = jax.tree.flatten(weights)
-        moved = _resharding(config, source, target)(leaves, structure)
+        moved = _resharding(model, target)(leaves, structure)
         return jax.tree.unflatten(jax.tree.structure(without_adapters(weights)), moved)
-    in_order, config = _merged_in_layer_order(weights, config, source)
-    target_shardings = placement.shardings(_without_fsdp(config), target)
+    in_order, config = _merged_in_layer_order(weights, model)
+    target_shardings = placement.shardings(Model(_without_fsdp(config), target))
     # Blocks: updates donate the buffers that are being read.
     return jax.block_until_ready(jax.device_put(in_order, target_shardings))
 
 
 def _merged_in_layer_order(
-    weights: Transformer[Array], config: ModelConfig, mesh: FoldedMesh
+    weights: Transformer[Array], model: Model
 ) -> tuple[Transformer[Array], ModelConfig]:
     """Weights on their mesh without adapters and in the order of the layers, and their network."""
+    config, mesh = model.config.without_adapters(), model.mesh
     if has_adapters(weights):
         # Merged before they are moved, so that only the merged weights are.
-        plain = placement.without_chunks(config, mesh)
-        weights, mesh = reshard(weights, config, mesh, plain), plain
-    config = config.without_adapters()
+        mesh = placement.without_chunks(model).mesh
+        weights = reshard(weights, model, mesh)
     return placement.in_layer_order(weights, mesh, axis_sizes(config)["layer"]), config
 
 
 @cache
-def _resharding(
-    config: ModelConfig, source: FoldedMesh, target: FoldedMesh
-) -> Callable[[list[Array], Any], list[Array]]:
-    """Compiled function that reshards all weights by XLA's collectives between the devices; if
-    `config` has adapters, they are merged."""
+def _resharding(model: Model, target: FoldedMesh) -> Callable[[list[Array], Any], list[Array]]:
+    """Compiled function that reshards all weights by XLA's collectives between the devices; if the
+    model has adapters, they are merged."""
+    config = model.config
     rollout_config = _without_fsdp(config.without_adapters())
-    shardings = jax.tree.leaves(placement.shardings(rollout_config, target))
+    shardings = jax.tree.leaves(placement.shardings(Model(rollout_config, target)))
 
     def move(leaves: list[Array], structure: Any) -> list[Array]:
         num_layers = axis_sizes(config)["layer"]
-        in_order = placement.in_layer_order(structure.unflatten(leaves), source, num_layers)
+        in_order = placement.in_layer_order(structure.unflatten(leaves), model.mesh, num_layers)
         if config.lora is not None:
             in_order = merge_adapters(in_order, table(config))
         return jax.tree.leaves(placement.in_chunks(in_order, target))

@@ -66,6 +66,7 @@ from jrl.trainer.summary import drift_alarm
 from jrl.trainer.supervised import Supervised
 from jrl.trainer.token_records import TokenLogConfig
 from jrl.trainer.warm_start import WarmStartStopped, prompts_imitated, shortfall, warm_start
+from moe.config import Model
 from moe.disaggregated.split import devices_of
 from moe.weights import Transformer
 
@@ -369,7 +370,7 @@ def _first_state(
     if weights is None:
         # Adapters are added to the weights of the warm start.
         plain = setup.model.without_adapters()
-        weights = init_weights(plain, setup.mesh, setup.randomness.key("weights"))
+        weights = init_weights(Model(plain, setup.mesh), setup.randomness.key("weights"))
         if setup.run.warm_start_steps:
             stop.doing = "stopping the warm start, whose progress is discarded"
             display = WarmStartDisplay(setup.run.warm_start_steps, setup.run.warm_start_accuracy)
@@ -384,7 +385,7 @@ def _first_state(
     stop.doing = "finishing the first evaluation and saving its checkpoint"
     critic_key = setup.randomness.key("critic")
     if setup.model.lora is not None and adapters is None:
-        adapters = init_adapters(setup.model, setup.mesh, setup.randomness.key("adapters"))
+        adapters = init_adapters(Model(setup.model, setup.mesh), setup.randomness.key("adapters"))
     state = init_state(setup.networks, weights, critic_key, prompts_seen, adapters, loaded)
     return state, metrics
 

@@ -30,7 +30,7 @@ from jrl.rollout.packing import PackedSizes, counts_of, pack_rows, plan
 from jrl.rollout.sampling import Sampling, sampler_logits
 from jrl.rollout.sampling import logprobs_of as logprobs_in
 from moe import model, placement, stages
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.head import is_argmax, logits_of, logprobs_and_entropy, value_of
 from moe.ops.zigzag import ZigzagLayout
 from moe.router.routing import choices_dtype
@@ -182,6 +182,10 @@ class Scorer:
     packed: PackedSizes | None = field(default=None, kw_only=True)
 
     @property
+    def model(self) -> Model:
+        return Model(self.config, self.mesh)
+
+    @property
     def overlaps(self) -> bool:
         """True if its programs may overlap communication (`sharding.sharded_jit.MeshJit`)."""
         return self.config.execution.overlaps
@@ -205,7 +209,7 @@ class Scorer:
     def pack_with(self, batch: Batch[Array], choices: Choices | None) -> PackedBatch:
         """Input of the network, with expert ids to replay. A shared prompt's ids are taken from the
         first of its rows; tokens that have no record are routed normally."""
-        layout, config, mesh = self.layout, self.config, self.mesh
+        layout = self.layout
         if self.packed is None:
             # Layer axis first, for the scan over layers.
             replay = None if choices is None else jnp.moveaxis(choices, 2, 0)
@@ -214,8 +218,7 @@ class Scorer:
                 batch.valid,
                 layout.prompt_length,
                 layout.group_size,
-                mesh,
-                config,
+                self.model,
                 replay,
             )
         bins, length, _ = self.packed
@@ -232,26 +235,25 @@ class Scorer:
             to_bins(batch.tokens),
             to_bins(segment_ids),
             positions.shape[0],
-            mesh,
-            config,
+            self.model,
             None if choices is None else jnp.moveaxis(to_bins(choices), 2, 0),
             positions=to_bins(positions_of(batch.valid)),
         )
 
     def scores(self, weights: Transformer[Array], x: Array, batch: Batch[Array]) -> Scores:
         """Scores from the last hidden states `x` of packed rows, without `router`."""
-        config, sampling, mesh = self.config, self.sampling, self.mesh
+        sampling = self.sampling
         x, tokens, to_rows = self._predicting_states(x, batch)
         # At the base temperature, even if each token has its own: sampler and trainer must agree
         # on the policy, not on the distribution that a token was sampled from.
         logprobs, entropy = logprobs_and_entropy(
-            weights, x, tokens, config, mesh, sampling.policy_temperature
+            weights, x, tokens, self.model, sampling.policy_temperature
         )
         # Without top-k, top-p and greedy the two are equal: no second pass over the head.
         sampled = jax.lax.stop_gradient(logprobs)
         if sampling.truncates:
             # They need all logits; as there is no gradient, none of them is kept in memory.
-            logits = logits_of(*jax.lax.stop_gradient((weights, x)), config, mesh)
+            logits = logits_of(*jax.lax.stop_gradient((weights, x)), self.model)
             sampled = logprobs_in(sampler_logits(logits, sampling), tokens)
         return Scores(to_rows(logprobs), to_rows(sampled), to_rows(entropy))
 
@@ -269,8 +271,8 @@ class Scorer:
         others, from the last hidden states `x` of packed rows."""
         x, tokens, to_rows = self._predicting_states(x, batch)
         # At temperature 1: the argmax is the policy's, whatever the sampling parameters.
-        logprobs, _ = logprobs_and_entropy(weights, x, tokens, self.config, self.mesh)
-        matches = is_argmax(weights, x, tokens, self.config, self.mesh).astype(jnp.float32)
+        logprobs, _ = logprobs_and_entropy(weights, x, tokens, self.model)
+        matches = is_argmax(weights, x, tokens, self.model).astype(jnp.float32)
         return to_rows(logprobs), to_rows(matches)
 
     def _predicting_states(
@@ -289,15 +291,15 @@ class Scorer:
         Communication per device over ``cp x tp`` of packed rows: one `gather_tokens` of the states,
         ``tokens x d_model (n - 1) / n`` elements; backward one `scatter_tokens` as large.
         """
-        config, mesh, shape = self.config, self.mesh, batch.tokens.shape
+        mesh, shape = self.mesh, batch.tokens.shape
         prompt_length, group_size = self.layout
         if self.packed is None:
-            x = response_states(x, shape, prompt_length, group_size, mesh, config)
+            x = response_states(x, shape, prompt_length, group_size, self.model)
             # State t - 1 predicts token t: both in the order of responses, one shard each.
-            responses = response_tokens(batch.tokens, prompt_length, mesh, config)
+            responses = response_tokens(batch.tokens, prompt_length, self.model)
 
             def expand(values: Float[Array, "shard"]) -> Float[Array, "batch time"]:
-                return expand_responses(values, shape, prompt_length, mesh, config)
+                return expand_responses(values, shape, prompt_length, self.model)
 
             return x, vary(responses, mesh.axes), expand
         bins, length, max_scored = self.packed
@@ -307,7 +309,7 @@ class Scorer:
         before = _bin_positions(batch, self.packed).reshape(-1) - 1
         source = jnp.maximum(before.at[index].get(mode="fill", fill_value=0), 0)
         # Bins are sharded over `cp`, in zig-zag order or not: an index of the gathered batch.
-        zigzag = zigzag_of_rows((bins, length), mesh, config)
+        zigzag = zigzag_of_rows((bins, length), self.model)
         (order,) = zigzag.restore(jnp.arange(zigzag.num_tokens, dtype=jnp.int32))
         source = vary(order.reshape(-1)[source], mesh.axes)
         x = gather_tokens(x, mesh.sequence)[local_shard(source, mesh.sequence)]
@@ -360,7 +362,7 @@ class Scorer:
           record_choices: true to add `choices` to the sums, ``[layer, token, k]`` or, of a
             pipeline's micro-batches, ``[layer, micro_batch, token, k]``.
         """
-        config, mesh = self.config, self.mesh
+        mesh = self.mesh
 
         def pack(inputs: tuple[Array, Array, Array | None]) -> PackedBatch:
             packed = self.pack_with(_rows(inputs), inputs[2])
@@ -368,7 +370,7 @@ class Scorer:
 
         # Without pipeline stages all rows run in one batch, for the largest GEMMs.
         if mesh.layout.pp == 1:
-            x, router = model.run(weights, pack(inputs), config, mesh)
+            x, router = model.run(weights, pack(inputs), self.model)
             return read(weights, x, _rows(inputs)), router
         num_rows, time = inputs[0].shape
         num_batches = num_micro_batches(num_rows, time, self.layout, mesh)
@@ -378,8 +380,7 @@ class Scorer:
             weights,
             micro_batches,
             stages.Ends(pack, lambda weights, x, micro_batch: read(weights, x, _rows(micro_batch))),
-            config,
-            mesh,
+            self.model,
         )
         # The stages agree; if there is no pipeline, a size-1 axis would still mark the result as
         # varying.
@@ -391,7 +392,7 @@ class Scorer:
     ) -> Choices:
         """Gathers the expert ids of this device's tokens, as `run` returns them, into the rows of
         all tokens."""
-        config, mesh = self.config, self.mesh
+        mesh = self.mesh
         # [token, micro_batch, layer, k]: shards of tokens are concatenated on the first axis.
         by_token = choices.reshape(choices.shape[0], -1, *choices.shape[-2:]).transpose(2, 1, 0, 3)
         # Gathered on every rank: a row has tokens of all shards.
@@ -399,11 +400,11 @@ class Scorer:
         num_batches = by_token.shape[1]
         batch_shape = shape[0] // num_batches, shape[1]
         rows = [
-            unpack_shared_prompts(by_token[:, n], batch_shape, *self.layout, mesh, config)
+            unpack_shared_prompts(by_token[:, n], batch_shape, *self.layout, self.model)
             for n in range(num_batches)
         ]
         # Typed as varying over `pp`, as the other results of a pipeline.
-        return vary(jnp.concatenate(rows).astype(choices_dtype(config.num_experts)), mesh.pp)
+        return vary(jnp.concatenate(rows).astype(choices_dtype(self.config.num_experts)), mesh.pp)
 
 
 def _rows(inputs: tuple[Array, Array, Array | None]) -> Batch[Array]:
@@ -475,7 +476,7 @@ def _run_sharded(
     return jax.shard_map(
         local,
         mesh=mesh.mesh,
-        in_specs=(placement.specs(config, mesh), *(rows for _ in inputs)),
+        in_specs=(placement.specs(scorer.model), *(rows for _ in inputs)),
         out_specs=(rows, PartitionSpec()),
     )(weights, *inputs)
 
@@ -577,7 +578,7 @@ def _score_packed(
     def local(weights, rows, passes):
         # No carry: there is no gradient to sum over micro-batches.
         def score_micro_batch(_, micro_batch):
-            x, router = model.run(weights, scorer.pack(micro_batch), config, mesh)
+            x, router = model.run(weights, scorer.pack(micro_batch), scorer.model)
             return (), (
                 mark_replicated(outputs(weights, x, micro_batch), mesh),
                 overflow_of(router, config),
@@ -595,6 +596,6 @@ def _score_packed(
     return jax.shard_map(
         local,
         mesh=mesh.mesh,
-        in_specs=(placement.specs(config, mesh), row_spec, PartitionSpec()),
+        in_specs=(placement.specs(scorer.model), row_spec, PartitionSpec()),
         out_specs=(row_spec, PartitionSpec()),
     )(weights, rows, passes)

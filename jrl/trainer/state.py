@@ -35,7 +35,7 @@ from jrl.trainer.learner.update import Network
 from moe import placement
 from moe import weights as moe_weights
 from moe.adapters import select_trained, with_base, without_adapters
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
 from sharding.sharded_jit import abstract_array, jit_sharded
@@ -101,26 +101,28 @@ RESERVED = ("step", "prompts_seen", "ahead", "pool")
 """Names of a stored state beside the roles of networks and the names of the algorithm's state."""
 
 
-def init_weights(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transformer[Array]:
+def init_weights(model: Model, key: Array) -> Transformer[Array]:
     """Initialises weights, float32, sharded as `jrl.trainer.learner.learner` defines."""
-    return _initialiser(config, mesh)(key)
+    return _initialiser(model)(key)
 
 
 @cache
-def _initialiser(config: ModelConfig, mesh: FoldedMesh) -> Callable[[Array], Transformer[Array]]:
+def _initialiser(model: Model) -> Callable[[Array], Transformer[Array]]:
     """Compiled function of `init_weights`, cached."""
     return jit_sharded(
-        lambda key: placement.in_chunks(moe_weights.initialise(config, key), mesh),
-        float32_shardings(config, mesh),
+        lambda key: placement.in_chunks(moe_weights.initialise(model.config, key), model.mesh),
+        float32_shardings(model),
     )
 
 
-def init_adapters(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transformer[Array]:
+def init_adapters(model: Model, key: Array) -> Transformer[Array]:
     """Initialises adapters, and the value head of a critic, sharded on the mesh; None in the place
     of frozen weights."""
     return jit_sharded(
-        lambda key: placement.in_chunks(moe_weights.initialise_trained(config, key), mesh),
-        select_trained(placement.shardings(config, mesh), moe_weights.table(config)),
+        lambda key: placement.in_chunks(
+            moe_weights.initialise_trained(model.config, key), model.mesh
+        ),
+        select_trained(placement.shardings(model), moe_weights.table(model.config)),
     )(key)
 
 
@@ -142,21 +144,21 @@ def init_state(
         of its own on the same base weights, and a value head that is fully trained.
       loaded: weights of networks from files, by role: of the critic float32.
     """
-    config, mesh, critic = networks.policy.config, networks.mesh, networks.critic
+    model, mesh, critic = networks.policy.model, networks.mesh, networks.critic
     trunk, learners = loaded.get(CRITIC, policy), dict[str, Any]()
     # Frozen weights have no masters: they are cast once, and policy and critic share the arrays.
-    if config.lora is not None:
+    if model.config.lora is not None:
         assert adapters is not None, "a policy with adapters needs initial adapters"
-        base_weights = weights_of(policy, config.without_adapters(), mesh)
-        policy = with_base(base_weights, adapters, moe_weights.table(config))
+        base_weights = weights_of(policy, model.without_adapters())
+        policy = with_base(base_weights, adapters, moe_weights.table(model.config))
         trunk = loaded.get(CRITIC, base_weights)
     if critic is not None:
         if critic.config.lora is not None:
-            critic_adapters = init_adapters(critic.config, mesh, critic_key)
+            critic_adapters = init_adapters(critic.model, critic_key)
             trunk = with_base(trunk, critic_adapters, moe_weights.table(critic.config))
         else:
             # A value head of zeros, so that values start at 0.
-            trunk = replace(trunk, head=init_weights(critic.config, mesh, critic_key).head)
+            trunk = replace(trunk, head=init_weights(critic.model, critic_key).head)
         learners[CRITIC] = critic.init(trunk)
     learner = networks.policy.init(policy)
     # Copies, as the first update donates the policy's buffers.
@@ -206,25 +208,23 @@ def abstract(networks: Networks) -> TrainState[Any]:
 def _abstract_learner(network: Network[Any]) -> Learner[Any]:
     """Shapes, dtypes and shardings of a learner, as of `update.init_learner` and
     `update.update`."""
-    config, mesh = network.config, network.mesh
+    model, mesh = network.model, network.mesh
 
     def initial_learner() -> Learner[Array]:
-        key, plain = jax.random.key(0), config.without_adapters()
-        weights = init_weights(plain, mesh, key)
-        if config.lora is not None:
-            adapters = init_adapters(config, mesh, key)
-            weights = with_base(
-                weights_of(weights, plain, mesh), adapters, moe_weights.table(config)
-            )
+        key, plain = jax.random.key(0), model.without_adapters()
+        weights = init_weights(plain, key)
+        if model.config.lora is not None:
+            adapters, table = init_adapters(model, key), moe_weights.table(model.config)
+            weights = with_base(weights_of(weights, plain), adapters, table)
         return network.init(weights)
 
     learner = jax.eval_shape(initial_learner)
     # Moments are trees like the weights, and are sharded where weights may be replicated.
     shardings = replace(
         jax.tree.map(lambda _: replicated(mesh), replace(learner, opt_state=None, masters=None)),
-        weights=placement.shardings(config, mesh),
-        opt_state=state_shardings(learner.opt_state, config, mesh),
-        masters=None if learner.masters is None else placement.shard_shardings(config, mesh),
+        weights=placement.shardings(model),
+        opt_state=state_shardings(learner.opt_state, model),
+        masters=None if learner.masters is None else placement.shard_shardings(model),
     )
     return jax.tree.map(abstract_array, learner, shardings)
 
@@ -235,7 +235,7 @@ def _abstract_weights(network: Frozen) -> Transformer[Any]:
     shapes = jax.eval_shape(
         lambda weights: placement.in_chunks(weights, mesh), moe_weights.cast_shapes(config)
     )
-    return jax.tree.map(abstract_array, shapes, placement.shardings(config, mesh))
+    return jax.tree.map(abstract_array, shapes, placement.shardings(network.model))
 
 
 def save(
@@ -276,9 +276,9 @@ def restore(
         stored, _ = checkpoints.restore(step, _stored(in_order, abstract(in_order)))
     # Last: the weights are cast from masters that are sharded as in this run.
     stored = _restack(stored, in_order, networks)
-    config, base = networks.policy.config, None
-    if config.lora is not None:
-        base = restore_base(checkpoints, config, networks.mesh)
+    policy, base = networks.policy.model, None
+    if policy.config.lora is not None:
+        base = restore_base(checkpoints, policy)
     restored: dict[str, Any] = {role: stored[role] for role in networks.copied}
     for role, network in networks.trained.items():
         learner: Learner[Array] = stored[role]
@@ -286,7 +286,7 @@ def restore(
             weights = with_base(base, learner.weights, moe_weights.table(network.config))
             learner = replace(learner, weights=weights)
         elif keeps_masters(network.config):
-            weights = weights_of(learner.weights, network.config, network.mesh)
+            weights = weights_of(learner.weights, network.model)
             learner = replace(learner, weights=weights, masters=learner.weights)
         restored[role] = learner
     return TrainState(
@@ -302,40 +302,37 @@ def _save_base(checkpoints: Checkpoints, networks: Networks, weights: Transforme
     They are in ``checkpoints/base``, in the dtypes of computation: a run resumes without the public
     checkpoint that it started from.
     """
-    config, mesh = networks.policy.config.without_adapters(), networks.mesh
+    model = networks.policy.model.without_adapters()
     base_checkpoints = Checkpoints(checkpoints.directory / BASE)
     if checkpoints.latest_step() is None:
         base_checkpoints.drop_after(-1)  # of a run that was killed before its first checkpoint
     if base_checkpoints.steps():
         return
-    in_order, plain = without_adapters(weights), placement.without_chunks(config, mesh)
+    in_order, plain = without_adapters(weights), placement.without_chunks(model)
     # Layers in order, as in every checkpoint: a run on another layout reads them too.
-    if mesh != plain:
-        in_order = reshard(in_order, config, mesh, plain)
+    if model != plain:
+        in_order = reshard(in_order, model, plain.mesh)
     with phase(CHECKPOINT):
         base_checkpoints.save(0, in_order)
         base_checkpoints.close()
 
 
-def restore_base(
-    checkpoints: Checkpoints, config: ModelConfig, mesh: FoldedMesh
-) -> Transformer[Array]:
+def restore_base(checkpoints: Checkpoints, model: Model) -> Transformer[Array]:
     """Restores the base weights of a policy with adapters, on a mesh, which may be another.
 
     Raises:
       ValueError: if they are missing, damaged, or belong to another network.
     """
-    config = config.without_adapters()
-    plain = placement.without_chunks(config, mesh)
-    like = jax.tree.map(
-        abstract_array, moe_weights.cast_shapes(config), placement.shardings(config, plain)
-    )
+    model = model.without_adapters()
+    plain = placement.without_chunks(model)
+    shapes = moe_weights.cast_shapes(plain.config)
+    like = jax.tree.map(abstract_array, shapes, placement.shardings(plain))
     in_order, _ = Checkpoints(checkpoints.directory / BASE).restore(0, like)
-    if mesh == plain:
+    if model == plain:
         return in_order
     # `reshard` returns unsharded weights (no FSDP); training may need them sharded.
-    resharded = reshard(in_order, config, plain, mesh)
-    return jax.device_put(resharded, placement.shardings(config, mesh))
+    resharded = reshard(in_order, plain, model.mesh)
+    return jax.device_put(resharded, placement.shardings(model))
 
 
 def _stored(networks: Networks, state: TrainState[Any]) -> dict[str, Any]:
@@ -371,7 +368,7 @@ def _with_layer_order(networks: Networks) -> Networks:
     """Networks on a mesh that stores weights in the order of their layers."""
 
     def in_order(config: ModelConfig) -> FoldedMesh:
-        return placement.without_chunks(config, networks.mesh)
+        return placement.without_chunks(Model(config, networks.mesh)).mesh
 
     return replace(
         networks,

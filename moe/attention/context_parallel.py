@@ -21,7 +21,7 @@ from jaxtyping import Array, Shaped
 
 from moe.attention.core import core_attention, flash_of
 from moe.attention.ring import Key, Output, Query, Sinks, Value, ring
-from moe.config import ModelConfig
+from moe.config import Model
 from moe.execution import Execution
 from moe.kernels.choice import devices_of
 from moe.ops.mask import Mask, SegmentMask, TokenIndices
@@ -74,24 +74,24 @@ def context_parallel_attention(
     return ring(query, key, value, mask, mesh, flash, scale, sinks)
 
 
-def context_of(config: ModelConfig, mesh: FoldedMesh) -> str:
+def context_of(model: Model) -> str:
     """Context-parallel method of a network's attention on a mesh, see `choose_method`.
 
     Raises:
       ValueError: on an unknown name, and where the named method is not supported.
     """
-    return _checked_method(config.execution, *_heads(config, mesh), mesh)
+    return _checked_method(model.config.execution, *_heads(model), model.mesh)
 
 
-def prefers_contiguous(config: ModelConfig, mesh: FoldedMesh) -> bool:
+def prefers_contiguous(model: Model) -> bool:
     """True if a rank of ``cp`` should have contiguous parts of rows instead of zig-zag ones.
 
     It should with "ulysses", where every rank attends in whole sequences (`moe.ops.zigzag`). With
     "gather" and "ring" the last rank would have ``2 - 1 / cp`` times an equal share of the causal
     scores.
     """
-    ranks = mesh.size(mesh.cp)
-    return ranks > 1 and choose_method(config.execution, *_heads(config, mesh), ranks) == "ulysses"
+    ranks = model.mesh.size(model.mesh.cp)
+    return ranks > 1 and choose_method(model.config.execution, *_heads(model), ranks) == "ulysses"
 
 
 def choose_method(execution: Execution, heads: int, kv_heads: int, ranks: int) -> str:
@@ -131,17 +131,17 @@ def heads_sent(name: str, heads: int, kv_heads: int, ranks: int) -> float:
     return float(kv_heads * (ranks - 1))
 
 
-def received_elements(config: ModelConfig, mesh: FoldedMesh) -> int:
+def received_elements(model: Model) -> int:
     """`heads_sent` in elements, for a network on a mesh."""
-    ranks = mesh.size(mesh.cp)
-    heads = heads_sent(context_of(config, mesh), *_heads(config, mesh), ranks)
-    return round(heads * (config.head_dim + config.v_head_dim))
+    ranks = model.mesh.size(model.mesh.cp)
+    heads = heads_sent(context_of(model), *_heads(model), ranks)
+    return round(heads * (model.config.head_dim + model.config.v_head_dim))
 
 
-def _heads(config: ModelConfig, mesh: FoldedMesh) -> tuple[int, int]:
+def _heads(model: Model) -> tuple[int, int]:
     """Query and key/value heads of a ``tp`` rank."""
-    tp = mesh.size(mesh.tp)
-    return config.num_heads // tp, config.num_kv_heads // tp
+    tp = model.mesh.size(model.mesh.tp)
+    return model.config.num_heads // tp, model.config.num_kv_heads // tp
 
 
 def _checked_method(execution: Execution, heads: int, kv_heads: int, mesh: FoldedMesh) -> str:

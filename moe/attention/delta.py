@@ -38,7 +38,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from moe.architecture.attention import GatedDeltaNet
 from moe.attention.projections import heads
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.ops.mask import MAX_INDEX, SegmentMask
 from moe.ops.precision import rms_norm
 from moe.remat import PROJECTED
@@ -402,18 +402,14 @@ def _zero_state(mixed: Mixed, filters: Array, delta: GatedDeltaNet) -> DeltaStat
 
 
 def delta_heads(
-    weights: DeltaNet[Array],
-    h: Float[Array, "token d_model"],
-    core: DeltaCore,
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    weights: DeltaNet[Array], h: Float[Array, "token d_model"], core: DeltaCore, model: Model
 ) -> Float[Array, "token value_heads value_dim"]:
     """Outputs of the value heads of this ``tp`` rank, before the output projection.
 
     Args:
       h: normalised tokens, all of this rank's sequences.
     """
-    delta = config.delta
+    delta = model.config.delta
     assert delta is not None  # the table gives these weights only with it
     projected = checkpoint_name(heads(h, weights.inward), PROJECTED)
     pair = checkpoint_name(heads(h, weights.strength_and_decay), PROJECTED)
@@ -424,9 +420,9 @@ def delta_heads(
     )
     log_decay = -jnp.exp(log_rate) * jax.nn.softplus(rate + bias)
     mixed = Mixed(content, log_decay, jax.nn.sigmoid(strength))
-    read, _ = core.run(mixed, _filters(weights.filters, delta, mesh))
+    read, _ = core.run(mixed, _filters(weights.filters, delta, model.mesh))
     by_head = read.reshape(-1, read.shape[-1])
-    normed = rms_norm(by_head, weights.read_norm, config.norm_epsilon).reshape(read.shape)
+    normed = rms_norm(by_head, weights.read_norm, model.config.norm_epsilon).reshape(read.shape)
     gate = gate.reshape(read.shape).astype(jnp.float32)
     return (normed * jax.nn.silu(gate)).astype(h.dtype)
 

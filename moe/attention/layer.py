@@ -18,13 +18,12 @@ from moe.attention.delta import DeltaCore, delta_heads
 from moe.attention.latent import LatentCore
 from moe.attention.projections import join_heads, queries_keys_values
 from moe.attention.rotary import Positions
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.ops.mask import MAX_INDEX, Window
 from moe.ops.precision import rms_norm
 from moe.remat import STREAM
 from moe.weights import Attention, DeltaNet, LatentAttention
 from sharding.collectives import gather_tokens, scatter_tokens
-from sharding.folding import FoldedMesh
 
 
 @runtime_checkable
@@ -51,8 +50,7 @@ def attention(
     x: Float[Array, "local d_model"],
     positions: Positions,
     core_attention: CoreAttention | LatentCore | DeltaCore,
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    model: Model,
     layer_index: int | Int[Array, ""],
 ) -> Float[Array, "local d_model"]:
     """The attention term of a block, for this rank's shard of the tokens.
@@ -66,12 +64,13 @@ def attention(
       positions: position of each gathered token (the tokens of this ``cp`` rank).
       core_attention: attention between the projections; has the heads of this rank only.
     """
+    config = model.config
     h = norm_before(x, weights.norm, config)
     # Norm before gather: each rank normalises its own tokens (sequence parallelism).
-    h = gather_tokens(h, mesh.tp)
+    h = gather_tokens(h, model.mesh.tp)
     if isinstance(weights, DeltaNet):
         assert isinstance(core_attention, DeltaCore)
-        out = delta_heads(weights, h, core_attention, config, mesh)
+        out = delta_heads(weights, h, core_attention, model)
     elif isinstance(weights, LatentAttention):
         assert not isinstance(core_attention, DeltaCore)
         query = latent.queries(weights, h, positions, config)
@@ -82,13 +81,11 @@ def attention(
             out = core_attention(query, *latent.expand_latent(narrow, weights.up, config))
     else:
         assert not isinstance(core_attention, (LatentCore, DeltaCore))
-        query, key, value, gate = queries_keys_values(
-            weights, h, positions, config, mesh, layer_index
-        )
+        query, key, value, gate = queries_keys_values(weights, h, positions, model, layer_index)
         out = core_attention(query, key, value, config.attention_scale, weights.sinks)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(out.dtype)
-    term = scatter_tokens(join_heads(out, weights.out), mesh.tp)
+    term = scatter_tokens(join_heads(out, weights.out), model.mesh.tp)
     if isinstance(weights, Attention) and weights.out_bias is not None:
         term = term + weights.out_bias[None].astype(term.dtype)
     return norm_after(term, weights.norm, weights.out_norm, config)

@@ -8,11 +8,10 @@ from jaxtyping import Array, Float, Int
 
 from moe.adapters import Matrix, product
 from moe.attention.rotary import Positions, apply_rotary
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.remat import PROJECTED
 from moe.weights import Attention
 from sharding.collectives import all_sum
-from sharding.folding import FoldedMesh
 
 Heads = Float[Array, "token _heads _width"]
 """Queries, keys and values may differ in heads and in width."""
@@ -22,8 +21,7 @@ def queries_keys_values(
     weights: Attention[Array],
     h: Float[Array, "token d_model"],
     positions: Positions,
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    model: Model,
     layer_index: int | Int[Array, ""],
 ) -> tuple[Heads, Heads, Heads, Heads | None]:
     """Queries and keys with rotary positions, and values, for the heads of this ``tp`` rank: one
@@ -33,6 +31,7 @@ def queries_keys_values(
     Args:
       h: normalised tokens, all of this rank's sequences.
     """
+    config = model.config
     query = heads(h, weights.query, weights.query_bias)
     key = heads(h, weights.key, weights.key_bias)
     value = heads(h, weights.value, weights.value_bias)
@@ -40,8 +39,8 @@ def queries_keys_values(
     gate = None
     if config.attention_gate:
         query, gate = jnp.split(query, 2, axis=-1)
-    query = _normalise(query, weights.query_norm, config.num_heads, config, mesh)
-    key = _normalise(key, weights.key_norm, config.num_kv_heads, config, mesh)
+    query = _normalise(query, weights.query_norm, config.num_heads, model)
+    key = _normalise(key, weights.key_norm, config.num_kv_heads, model)
     return (
         scale_queries(apply_rotary(query, positions, config, layer_index), config),
         apply_rotary(key, positions, config, layer_index),
@@ -73,9 +72,7 @@ def _sum_over_heads(x: Array, matrix: Array) -> Array:
     return jnp.einsum("nhk,hkd->nd", x, matrix.astype(x.dtype))
 
 
-def _normalise(
-    x: Heads, scale: Array | None, num_heads: int, config: ModelConfig, mesh: FoldedMesh
-) -> Heads:
+def _normalise(x: Heads, scale: Array | None, num_heads: int, model: Model) -> Heads:
     """RMSNorm of each head, or of the `num_heads` heads of all ``tp`` ranks together.
 
     The second kind sums a number per token over ``tp``.
@@ -83,13 +80,14 @@ def _normalise(
     if scale is None:
         return x
     wide = x.astype(jnp.float32)
-    if config.query_key_norm == "head":
+    if model.config.query_key_norm == "head":
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         scale = scale[None]
     else:
         local_sum = jnp.sum(jnp.square(wide), axis=(-2, -1), keepdims=True)
-        mean_square = all_sum(local_sum, mesh.tp) / (num_heads * x.shape[-1])
-    return (wide * jax.lax.rsqrt(mean_square + config.norm_epsilon) * scale[None]).astype(x.dtype)
+        mean_square = all_sum(local_sum, model.mesh.tp) / (num_heads * x.shape[-1])
+    normed = wide * jax.lax.rsqrt(mean_square + model.config.norm_epsilon)
+    return (normed * scale[None]).astype(x.dtype)
 
 
 def scale_queries(query: Heads, config: ModelConfig) -> Heads:

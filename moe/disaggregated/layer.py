@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention, attention, norm_before
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.disaggregated.m2n import Message
 from moe.disaggregated.placement import SlotTable, lookup_slots
 from moe.disaggregated.split import SplitMesh
@@ -91,6 +91,11 @@ class Serving(NamedTuple):
     mesh: SplitMesh
     num_slots: int
     records_choices: bool = False
+
+    @property
+    def attention_model(self) -> Model:
+        """The network on the attention devices."""
+        return Model(self.config, self.mesh.attention)
 
     @property
     def num_peers(self) -> int:
@@ -202,9 +207,9 @@ def attend_and_route(
     assert layer.experts is not None
     positions = local_shard(packed.positions, mesh.cp)
     global_index = layer_index + config.num_dense_layers
-    x = x + attention(layer.attention, x, positions, core, config, mesh, global_index)
+    x = x + attention(layer.attention, x, positions, core, serving.attention_model, global_index)
     h = norm_before(x, layer.norm, config)
-    routing, stats = route(layer.experts, h, packed, config, mesh)
+    routing, stats = route(layer.experts, h, packed, serving.attention_model)
     if choices is not None:
         assert stats.choices is not None
         choices = choices.at[layer_index].set(stats.choices.astype(choices.dtype))
@@ -244,7 +249,7 @@ def compute_experts(
     rows, slots, probs = decode_message(message, config.d_model, k, config.dtype)
     # Capacity for any routing: a row has at most min(k, slots) experts on this device.
     num_rows = rows.shape[0] * mesh.size(mesh.etp) * min(k, serving.num_slots)
-    implementation = selected_implementation(config, "experts", mesh)
+    implementation = selected_implementation(Model(config, mesh), "experts")
     options = DispatchOptions(mesh, product=implementation, activation=config.activation)
     sums, _ = sharded_experts(experts, rows, slots, probs, num_rows, options)
     return tuple(jnp.split(vary(sums.astype(rows.dtype), mesh.axes), serving.num_sources))

@@ -88,9 +88,9 @@ def begin(serving: Serving, rest: Transformer[Array], inputs: Inputs) -> TokenSt
 
     def local(rest: Transformer[Array], inputs: Inputs) -> TokenState[Array]:
         tokens = _packed(serving, inputs, None).tokens
-        return initial_state(serving, embed(vary(rest, mesh.axes), tokens, serving.config, mesh))
+        return initial_state(serving, embed(vary(rest, mesh.axes), tokens, serving.attention_model))
 
-    in_specs = rest_specs(serving.config, mesh), _input_specs(serving, inputs)
+    in_specs = rest_specs(serving.attention_model), _input_specs(serving, inputs)
     return _shard_map_varying(mesh, local, in_specs, state_specs(serving))(rest, inputs)
 
 
@@ -106,16 +106,14 @@ def dense_layer(
 ) -> tuple[TokenState[Array], Buffers]:
     """Runs a dense layer: attention and feed-forward. Arguments are as of `attention_half`; returns
     the state and the buffers after the layer."""
-    mesh, config = serving.mesh.attention, serving.config
+    mesh, model = serving.mesh.attention, serving.attention_model
 
     def local(layer: Any, layer_index: Array, buffers: Buffers, state: Any, inputs: Inputs) -> Any:
         core = _Core(serving, layer_index, vary(buffers, mesh.axes), inputs, num_positions)
-        x, _ = block(
-            vary(layer, mesh.axes), state.x, core.packed, core.attend, config, mesh, layer_index
-        )
+        x, _ = block(vary(layer, mesh.axes), state.x, core.packed, core.attend, model, layer_index)
         return state.replace(x=x), core.updated_buffers
 
-    in_specs = first_specs(config, mesh), *_attention_specs(serving, buffers, inputs)
+    in_specs = first_specs(model), *_attention_specs(serving, buffers, inputs)
     out_specs = state_specs(serving), _buffer_specs(serving)
     return _shard_map_varying(mesh, local, in_specs, out_specs)(
         layer, layer_index, buffers, state, inputs
@@ -175,7 +173,7 @@ def attention_half(
 
     rows = (PartitionSpec(mesh.axes),) * serving.num_targets
     replicated: Any = PartitionSpec()
-    half_specs = AttentionHalf(attention_specs(config, mesh), replicated)
+    half_specs = AttentionHalf(attention_specs(serving.attention_model), replicated)
     in_specs = half_specs, *_attention_specs(serving, buffers, inputs), rows
     out_specs = state_specs(serving), _buffer_specs(serving), rows
     return _shard_map_varying(mesh, local, in_specs, out_specs)(
@@ -231,11 +229,15 @@ def end_step(
         expert_ids = None
         if state.choices is not None:
             expert_ids = join_shards(jnp.moveaxis(state.choices, 0, 1), mesh.sequence)
-        return logits_of(rest, x, config, mesh), expert_ids
+        return logits_of(rest, x, serving.attention_model), expert_ids
 
     token_spec = PartitionSpec(mesh.axes)
     choices_spec = PartitionSpec(mesh.except_sequence) if serving.records_choices else None
-    in_specs = rest_specs(config, mesh), state_specs(serving), (token_spec,) * serving.num_targets
+    in_specs = (
+        rest_specs(serving.attention_model),
+        state_specs(serving),
+        (token_spec,) * serving.num_targets,
+    )
     out_specs = token_spec, choices_spec
     return jax.shard_map(local, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs)(
         rest, state, received
@@ -260,7 +262,7 @@ def end_prefill(
 
     token_spec, rows = PartitionSpec(mesh.axes), PartitionSpec(mesh.except_sequence)
     in_specs = (
-        rest_specs(config, mesh),
+        rest_specs(serving.attention_model),
         state_specs(serving),
         (token_spec,) * serving.num_targets,
         _input_specs(serving, inputs),
@@ -287,13 +289,12 @@ class _Core:
             present = tuple(buffer for buffer in buffers if buffer is not None)
             rows = inputs.step.tokens.shape[0]
             self._step = StepCore(
-                config,
+                serving.attention_model,
                 layer_index,
                 present,
                 inputs.step,
                 first=None if present[0].shape[0] == rows else inputs.first,
                 num_positions=num_positions,
-                mesh=serving.mesh.attention,
             )
             self.attend: CoreAttention | LatentCore = self._step.attend
             self.packed = _packed(serving, inputs, self.attend)
@@ -319,7 +320,7 @@ def _packed(
     records = serving.records_choices
     if isinstance(inputs, Steps):
         return packed_step(inputs.step, core, records)
-    return packed_prefill(*inputs, serving.config, serving.mesh.attention, records)
+    return packed_prefill(*inputs, serving.attention_model, records)
 
 
 def _input_specs(serving: Serving, inputs: Inputs) -> Any:

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.disaggregated.placement import Placement, SlotTable, layer_placements
 from moe.disaggregated.split import SplitMesh, has_local_devices
 from moe.placement import local_bytes, specs
@@ -87,11 +87,11 @@ def split_weights(
     rest, first, attention, slot_tables = None, (), (), ()
     # Both sides in all processes: each has a part of what is read.
     attention_weights = _without_experts(weights)
-    weight_specs = _without_experts(specs(config, mesh.attention))
+    weight_specs = _without_experts(specs(Model(config, mesh.attention)))
     on_attention = named_shardings(weight_specs, mesh.attention)
     sharded = jax.tree.map(_put_leaf, attention_weights, on_attention)
     if has_local_devices(mesh.attention):
-        rest, first, attention = _unstack_attention(config, mesh.attention)(sharded)
+        rest, first, attention = _unstack_attention(Model(config, mesh.attention))(sharded)
         replicated = NamedSharding(mesh.attention.mesh, PartitionSpec())
         tables = tuple(each.slot_table() for each in placements)
         slot_tables = jax.tree.map(lambda x: _put_leaf(x, replicated), tables)
@@ -192,7 +192,7 @@ def check_splits(config: ModelConfig, mesh: SplitMesh, placement: Placement | No
             f"d_expert={config.d_expert} cannot be split over etp={etp} devices: choose an etp "
             "that divides it."
         )
-    specs(config, mesh.attention)
+    specs(Model(config, mesh.attention))
 
 
 def side_bytes(
@@ -203,7 +203,7 @@ def side_bytes(
     ep, etp = (mesh.experts.size(axes) for axes in (mesh.experts.ep, mesh.experts.etp))
     placement = placement or Placement.identity(config.num_experts, ep)
     shapes = cast_shapes(config)
-    weight_specs = _without_experts(specs(config, mesh.attention))
+    weight_specs = _without_experts(specs(Model(config, mesh.attention)))
     local = local_bytes(_without_experts(shapes), weight_specs, mesh.attention)
     routed = sum(
         math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(_routed_experts(shapes))
@@ -212,21 +212,21 @@ def side_bytes(
     return sum(jax.tree.leaves(local)), expert_bytes
 
 
-def attention_specs(config: ModelConfig, mesh: FoldedMesh) -> Layer[PartitionSpec]:
+def attention_specs(model: Model) -> Layer[PartitionSpec]:
     """PartitionSpecs of a layer with experts on the attention side."""
-    return _without_layer_axis(_without_experts(specs(config, mesh)).layers)
+    return _without_layer_axis(_without_experts(specs(model)).layers)
 
 
-def first_specs(config: ModelConfig, mesh: FoldedMesh) -> Layer[PartitionSpec]:
+def first_specs(model: Model) -> Layer[PartitionSpec]:
     """PartitionSpecs of a leading dense layer."""
-    first = specs(config, mesh).first_layers
+    first = specs(model).first_layers
     assert first is not None
     return _without_layer_axis(first)
 
 
-def rest_specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
+def rest_specs(model: Model) -> Transformer[PartitionSpec]:
     """PartitionSpecs of embedding, last norm and head."""
-    return without_layers(specs(config, mesh))
+    return without_layers(specs(model))
 
 
 def expert_specs(mesh: FoldedMesh, stacked: bool = False) -> Experts[PartitionSpec]:
@@ -269,18 +269,18 @@ def _put_leaf(leaf: Any, sharding: NamedSharding) -> Array:
 
 
 @cache
-def _unstack_attention(config: ModelConfig, mesh: FoldedMesh) -> Callable[[Any], Any]:
+def _unstack_attention(model: Model) -> Callable[[Any], Any]:
     """Compiled function that unstacks the layers of the attention side, in one program, so that no
     stack outlives it."""
-    dense, layers = config.num_dense_layers, config.num_expert_layers
-    first = (first_specs(config, mesh),) * dense if dense else ()
-    out = rest_specs(config, mesh), first, (attention_specs(config, mesh),) * layers
+    dense, layers = model.config.num_dense_layers, model.config.num_expert_layers
+    first = (first_specs(model),) * dense if dense else ()
+    out = rest_specs(model), first, (attention_specs(model),) * layers
 
     def unstack(weights: Transformer[Array]) -> Any:
         unstacked = _unstack(weights.first_layers, dense), _unstack(weights.layers, layers)
         return without_layers(weights), *unstacked
 
-    return jit_sharded(unstack, named_shardings(out, mesh))
+    return jit_sharded(unstack, named_shardings(out, model.mesh))
 
 
 @cache

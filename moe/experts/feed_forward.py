@@ -30,8 +30,8 @@ def flattened_dot(
 ) -> Float[Array, "token columns"]:
     """``x @ W``, with the columns of ``W`` flattened in memory order.
 
-    Weights are cast to the dtype of `x` where they are used. The gradient is that of autodiff, but
-    the residual is the weight as it is passed. Otherwise a cast and reshaped copy would be saved in
+    Weights are cast to the dtype of `x` at each use. The gradient equals autodiff's, but the
+    residual is the weight as it is passed. Otherwise a cast and reshaped copy would be saved in
     addition, in a scan over layers one for every layer.
     """
     return _flattened_dot(*match_varying((x, weights)))
@@ -127,7 +127,7 @@ def routed_experts(
       experts: expert ids of each token, none of them twice; ``num_experts`` or more for none.
       probs: gate weights, float32.
       num_rows: capacity in rows; None is enough for every expert id.
-      dtype: of the rows, in which the products are computed; None is that of `x`.
+      dtype: dtype of the rows and of the products; None is the dtype of `x`.
       implementation: of the products, see `moe.experts.grouped_dot.grouped_dot`. With "mosaic"
         kernels also sort, permute and sum the rows. Products with adapters are as narrow as their
         rank, and use the best implementation that applies.

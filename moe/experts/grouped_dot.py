@@ -7,13 +7,13 @@ combines them to one differentiable function.
 
 * "tiles" is a loop of plain JAX over groups and tiles of their rows.
 * "blocks" is a loop over a static number of blocks, to which groups are padded, as in MegaBlocks: a
-  GPU runs it without a host synchronisation after each.
+  GPU runs it and does not synchronise with the host after each.
 * "batched" is a batched GEMM over the groups: few kernels, for GPUs. Groups are padded to equal
   numbers of rows, so that one batched product multiplies every group by its matrix. The matrices
-  are read where they are, without a copy for each block of rows. Rows of a group beyond its padded
-  size are multiplied by further turns of a loop, as many as the largest group needs: none if groups
-  are balanced. In decoding, where a group has few rows at most, one turn is enough for any routing,
-  and reads each matrix once.
+  are read in place and not copied for each block of rows. Rows of a group beyond its padded size
+  are multiplied by further turns of a loop, as many as the largest group needs: none if groups are
+  balanced. In decoding a group has few rows at most: one turn is enough for any routing, and reads
+  each matrix once.
 """
 
 from collections.abc import Callable
@@ -353,20 +353,20 @@ def grouped_dot(
 
     The first ``sizes[0]`` rows belong to group 0, the next ``sizes[1]`` to group 1, and so on. Rows
     past the sum of `sizes` belong to none: their result is 0, and whatever they hold reaches
-    neither a result nor a gradient. Matrices are cast to the dtype of the rows where they are used.
-    Products are summed in float32, those of the matrices' gradient over all rows of a group.
+    neither a result nor a gradient. Matrices are cast to the dtype of the rows at each use.
+    Products are summed in float32, in the matrices' gradient over all rows of a group.
 
     Args:
       rows: sorted by group.
       weights: one matrix per group. The axes after the inner dimension are its columns in memory
-        order; they are flattened where they are used, and saved for the gradient as they are.
+        order; they are flattened at each use, and saved for the gradient as they are.
       sizes: number of rows of each group; none negative, in total at most the number of rows.
       implementation: "tiles", "blocks" and "batched" are plain JAX (`moe.experts.grouped_dot`);
         "mosaic" are kernels for NVIDIA's Hopper, for rows in half precision and dimensions that are
         multiples of 64; "plain" is the reference implementation, each row times each matrix. None
         is "tiles" on a CPU, "blocks" on a TPU and "batched" elsewhere.
       most: largest number of rows that a group can have, if it is less than all of them: "batched"
-        needs no loop where it is small.
+        needs no loop if it is small.
 
     Raises:
       ValueError: `implementation` is none of these, or a kernel that does not support the call.

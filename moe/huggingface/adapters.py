@@ -30,7 +30,7 @@ from jaxtyping import Array
 
 from moe.adapters import Adapted, is_adapted, select_trained
 from moe.architecture.lora import Lora, group_targets
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.huggingface.checkpoint import (
     EMBEDDING,
     HEAD,
@@ -45,7 +45,6 @@ from moe.huggingface.quantised import PlainTensor
 from moe.huggingface.tensors import Tensors, tensors_of
 from moe.placement import in_chunks, shardings
 from moe.weights import Transformer, adaptable_weights, axis_sizes, initialise_trained, table
-from sharding.folding import FoldedMesh
 
 WITHOUT_EFFECT = {
     # Files and the programs that wrote them.
@@ -421,23 +420,24 @@ def check_head_copy(directory: str | Path, checkpoint: str | Path) -> None:
 
 
 def load_adapters(
-    directory: str | Path, config: ModelConfig, mesh: FoldedMesh, architecture: str | None = None
+    directory: str | Path, model: Model, architecture: str | None = None
 ) -> Transformer[Array]:
-    """The adapters in a folder, float32, sharded over `mesh` as `moe.placement.in_chunks` stores
-    them; None in place of the weights beside them.
+    """Loads the adapters of a folder, float32, sharded over the model's mesh as
+    `moe.placement.in_chunks` stores them; None in place of the weights beside them.
 
     Matrices of a target that the folder has none for get adapters of zeros, which stay zeros: it is
     as if there were none. So do the ranks that a matrix has fewer than the network; where its scale
     is another than the network's, its B makes up for it.
 
     Args:
-      config: the network, with adapters as `adapters_of` describes them.
+      model: the network, with adapters as `adapters_of` describes them.
       architecture: as for `save_adapters`.
 
     Raises:
       ValueError: for a network without adapters, and when tensors are unknown, lack their other
         half, or have another shape.
     """
+    config = model.config
     if (lora := config.lora) is None:
         raise ValueError(
             "the config has no lora, so no adapters can be read: set lora to adapters_of(...)."
@@ -477,8 +477,8 @@ def load_adapters(
             f"{directory / TENSORS} does not fit this model "
             f"({len(wrong)} tensors differ): {'; '.join(wrong)}."
         )
-    target_shardings = select_trained(shardings(config, mesh), statement)
-    return jax.device_put(in_chunks(empty, mesh), target_shardings)
+    target_shardings = select_trained(shardings(model), statement)
+    return jax.device_put(in_chunks(empty, model.mesh), target_shardings)
 
 
 def _order_of(stated: Adapted[Any], plan: Tensors, sizes: Mapping[str, int]) -> _Order:

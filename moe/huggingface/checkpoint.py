@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.huggingface.configuration import (
     Dtype,
     family_for,
@@ -66,18 +66,15 @@ def load(
       ValueError: for what `config_from` and `load_weights` refuse.
     """
     config, _ = read_config(directory, dtype)
-    return config, load_weights(directory, config, mesh)
+    return config, load_weights(directory, Model(config, mesh))
 
 
 @former_keywords(places="target_shardings")
 def load_weights(
-    directory: str | Path,
-    config: ModelConfig,
-    mesh: FoldedMesh,
-    target_shardings: Transformer[NamedSharding] | None = None,
+    directory: str | Path, model: Model, target_shardings: Transformer[NamedSharding] | None = None
 ) -> Transformer[Array]:
-    """The weights of a checkpoint, float32, sharded over `mesh` as `moe.placement.in_chunks` stores
-    them.
+    """Loads the weights of a checkpoint, float32, sharded over the model's mesh as
+    `moe.placement.in_chunks` stores them.
 
     One shard of one weight is in host memory at a time, filled tensor by tensor: at most the share
     of one device in the largest weight. A process reads only what its own devices hold, and what
@@ -85,19 +82,19 @@ def load_weights(
 
     Args:
       directory: as for `load`.
-      config: configuration of the network, as `config_from` gave it.
+      model: its configuration as `config_from` gave it, on a mesh.
       target_shardings: where the weights go; None is `moe.placement.shardings`.
 
     Raises:
       ValueError: when tensors are missing, left over, or of another shape or type than the network
         has: all of them are listed. Also when the layout cannot split them.
     """
-    directory = Path(directory)
+    config, directory = model.config, Path(directory)
     family = family_of(directory)
-    wanted = shardings(config, mesh) if target_shardings is None else target_shardings
-    in_order = without_chunks(config, mesh)
+    wanted = shardings(model) if target_shardings is None else target_shardings
+    in_order = without_chunks(model)
     # Stages may hold layers out of order, or with padding: then by way of the smallest parts.
-    first = wanted if in_order == mesh else shard_shardings(config, in_order)
+    first = wanted if in_order == model else shard_shardings(in_order)
     shards, structure = jax.tree.flatten(first)
     weight_shapes = jax.tree.leaves(shapes(config))
     plans = tensors_of(config, family)
@@ -111,7 +108,9 @@ def load_weights(
             for plan, leaf, sharding in zip(plans, weight_shapes, shards, strict=True)
         ]
     weights = structure.unflatten(leaves)
-    return weights if in_order == mesh else jax.device_put(in_chunks(weights, mesh), wanted)
+    if in_order == model:
+        return weights
+    return jax.device_put(in_chunks(weights, model.mesh), wanted)
 
 
 def open_tensors(directory: Path, stack: ExitStack) -> dict[str, PlainTensor]:

@@ -10,6 +10,6 @@ matrix units (wgmma) and run on Hopper alone; those that move rows, sort expert 
 experts (`rows`, `layout`, `routing`) need nothing that later GPUs lack. A kernel that is requested
 by name raises on operands and devices that it does not support; there is no silent fallback. In a
 function of this package, None is the reference implementation, which XLA compiles for any device;
-`moe.implementations` names a kernel where a network's settings leave the choice open and the kernel
+`moe.implementations` names a kernel if a network's settings leave the choice open and the kernel
 was measured to be faster.
 """

@@ -69,7 +69,7 @@ def foreign_gpus(*, hopper_only: bool) -> str | None:
 
 @cache
 def capability() -> float:
-    """Lowest compute capability of this process's NVIDIA GPUs; 0 without any."""
+    """Lowest compute capability of this process's NVIDIA GPUs; 0 if it has none."""
     return _lowest_capability(jax.local_devices()) if jax.default_backend() == "gpu" else 0.0
 
 
@@ -102,7 +102,7 @@ class Devices(NamedTuple):
 
     Attributes:
       platform: "cpu", "gpu", "tpu", or None if it is not known.
-      capability: lowest compute capability of NVIDIA GPUs; 0 for others, and where it is not known.
+      capability: lowest compute capability of NVIDIA GPUs; 0 for others, and if unknown.
     """
 
     platform: str | None
@@ -114,8 +114,8 @@ class Devices(NamedTuple):
 
 
 def devices_of(mesh: FoldedMesh | None = None) -> Devices:
-    """Devices of a mesh; those of this process for None, and for the capability of an abstract
-    mesh."""
+    """Devices of a mesh. For None they are this process's devices, as is the capability of an
+    abstract mesh."""
     if mesh is None:
         platform, devices = jax.default_backend(), ()
     else:

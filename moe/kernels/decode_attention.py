@@ -251,8 +251,8 @@ def _attend_columns(target: Target, sources, begin, end, factor: float):
         sums = target.tiled(jnp.sum(powers, axis=1))
 
         # Relative to the largest score of the split, so that no exponential overflows;
-        # `merge_splits` rescales it to that of the row. Through shared memory, as `product` takes
-        # both operands from there.
+        # `merge_splits` rescales it to the largest of the row. Through shared memory, as `product`
+        # takes both operands from there.
         def weigh_values(staged):
             staged[...] = powers.astype(staged.dtype)
             mosaic_gpu().commit_smem()
@@ -277,8 +277,8 @@ def merge_splits(
     length: int,
 ) -> Float[Array, "row head query width"]:
     """Merges the splits of a row: sums of values over sums of exponentials, each split scaled to
-    the largest score of all. Splits without a visible column were not computed; their arrays hold
-    arbitrary values.
+    the largest score of all. A split whose columns are all hidden was not computed; its arrays
+    hold arbitrary values.
 
     Args:
       out, total: sums of values and of exponentials, relative to the largest score of the split,

@@ -8,7 +8,7 @@ JAX ships reference kernels of both (`jax.experimental.pallas.ops.gpu.ragged_dot
   groups, which is unrolled there; empty tiles are skipped.
 * Rows of no group give zeros, and their contents reach no sum; there such rows stay unwritten and
   are multiplied by zero.
-* Sums are returned in float32, and both kernels are lowered without a device.
+* Sums are returned in float32, and both kernels can be lowered on a machine that has no GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -126,8 +126,8 @@ def multiply_rows(
 
         @pl.when(size[tile] > 0)
         def _():
-            # All rows of the block are multiplied, those of other groups too; only those of this
-            # group are written, so that no mask is needed.
+            # All rows of the block are multiplied, also the rows of other groups; only the rows of
+            # this group are written, so that no mask is needed.
             out_tile = product_tile(
                 target, side, rows, weights, tiling, group[tile], block[tile], column
             )

@@ -3,8 +3,8 @@ flash decoding, as FlashMLA).
 
 All heads of a row attend to the same vectors (`moe.attention.latent`), whose first elements are the
 values too. So a program loads each column once, for both products and 64 heads: 121 operations a
-byte at DeepSeek-V3's sizes, where a key/value head of grouped-query attention has as many as
-queries share it.
+byte at DeepSeek-V3's sizes. A key/value head of grouped-query attention has as many as queries
+share it.
 
 The output of 64 heads with 512 elements does not fit into the registers of one warpgroup. A program
 has two warpgroups, as FlashMLA's have. The first multiplies queries and columns, writes the

@@ -1,9 +1,9 @@
-"""Layout of tokens permuted by expert id, computed without a sort (a counting sort in blocks).
+"""Layout of tokens permuted by expert id, computed by a counting sort in blocks.
 
 An assignment is one of the k expert ids of a token. The slot of an assignment is the number of
-assignments of its expert in earlier blocks, with all those of earlier experts, plus its rank in its
-own block. Histograms and ranks come from comparing all pairs within a block; no thread waits for
-another, and nothing is added in an order that varies.
+assignments of its expert in earlier blocks, with all assignments of earlier experts, plus its rank
+in its own block. Histograms and ranks come from comparing all pairs within a block; no thread waits
+for another, and nothing is added in an order that varies.
 
 The forward pass of "permute" is the backward pass of "unpermute", and the reverse. Neither
 scatters.
@@ -29,13 +29,13 @@ TILE = SIDE, SIDE
 
 
 class SortedLayout(NamedTuple):
-    """Layout of assignments sorted by expert, those of one expert in the order of tokens.
+    """Layout of assignments sorted by expert, and for each expert by token.
 
     Attributes:
       assignments: ``[slot]`` index of the assignment in each slot, ``token * k + column``; one past
         the last in an empty slot.
-      slots: ``[token, k]`` the slot of each assignment; one past the last for one without an
-        expert and for one without a slot.
+      slots: ``[token, k]`` the slot of each assignment; one past the last if it has no expert
+        or no slot.
       sizes: ``[expert]`` number of assignments, with a slot or without.
     """
 
@@ -102,7 +102,7 @@ def _kernel(
 ) -> tuple[Array, ...]:
     num_assignments = ids.shape[0]
     blocks, width = -(-num_assignments // BLOCK), -(-num_experts // SIDE) * SIDE
-    # The padding of a block, and assignments without an expert, get an id that equals no column.
+    # The padding of a block, and assignments to no expert, get an id that equals no column.
     padded_ids = jnp.where(ids < num_experts, ids, width)
     padded_ids = jnp.pad(padded_ids, (0, blocks * BLOCK - num_assignments), constant_values=width)
     run = partial(launch, operation="sorted_layout", interpreted=interpreted)

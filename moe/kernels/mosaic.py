@@ -21,7 +21,7 @@ from sharding.collectives import match_varying
 LANES = 128
 """Threads of a warpgroup. Most programs are one warpgroup."""
 THREAD = "warpgroup"
-"""The axis of a program's warpgroups, where it has more than one."""
+"""Axis of the warpgroups of a program that has several."""
 LOADS_IN_FLIGHT = 4
 """Loads of a row that each thread has in flight."""
 
@@ -36,12 +36,12 @@ def mosaic_gpu() -> Any:
 
 
 def _stores_by_name() -> bool:
-    """True from jax 0.12 on, where a function `store` allows stores that are not vectorised."""
+    """True from jax 0.12 on: its function `store` allows stores that are not vectorised."""
     return hasattr(mosaic_gpu(), "store")
 
 
 def _loads_take_no_index() -> bool:
-    """True from jax 0.11 on, where a load takes no index and a reference has `transpose`."""
+    """True from jax 0.11 on: a load takes no index, and a reference has `transpose`."""
     return hasattr(mosaic_gpu(), "InterpretGPUParams")
 
 
@@ -69,7 +69,7 @@ class Target:
     def full(
         self, shape: tuple[int, ...], value: float | int, dtype: DTypeLike = jnp.float32
     ) -> Any:
-        """An array of one number, in the layout of `tiled`, as those of the next three."""
+        """An array of one number, in the layout of `tiled`, as in the next three."""
         return self.tiled(jnp.full(shape, value, dtype))
 
     def broadcast(self, vector: jax.Array, shape: tuple[int, ...], dimension: int = 0) -> Any:

@@ -29,7 +29,7 @@ MAX_EXPERTS = 256
 MAX_EXPERTS_WITHOUT_SPILLS = 128
 """Experts of a network, at most, that all stay in registers; of more, a chunk is there."""
 MAX_CHUNK = 64
-"""Experts, at most, that are in registers at a time where not all are."""
+"""Maximum number of experts in registers at a time, if not all fit."""
 
 
 class Rule(NamedTuple):
@@ -124,8 +124,8 @@ def _forward(logits, bias, weights, rule, implementation):
 
 
 def _backward(rule, implementation, residuals, gradients):
-    # The selection is constant, so the gradient is that of a softmax at given expert ids: XLA's is
-    # a few elementwise operations, and no kernel of its own is worth it.
+    # The selection is constant: the gradient of a softmax at given expert ids. XLA's is a few
+    # elementwise operations, and no kernel of its own is worth it.
     logits, experts = residuals
     _, grad_probs, grad_probabilities, _ = gradients
     _, vjp_fn = jax.vjp(partial(_gate_weights_of, rule, experts), logits)
@@ -316,7 +316,7 @@ def _body(rule: Rule, padded: int, experts: int, target: Target, block: Any, *re
 
 
 def _chunk_width(experts: int) -> int:
-    """Columns of a chunk: all where a thread has registers for them, else a divisor."""
+    """Columns of a chunk: all if a thread has registers for them, otherwise a divisor."""
     if experts <= MAX_EXPERTS_WITHOUT_SPILLS:
         return experts
     return next(width for width in range(MAX_CHUNK, 0, -8) if experts % width == 0)
@@ -325,7 +325,7 @@ def _chunk_width(experts: int) -> int:
 class Ranking:
     """Numbers by which experts are selected, ``[token, expert]``, of the tokens of a program.
 
-    They are in registers; where these do not suffice, in memory, of which a chunk of columns is in
+    They are in registers. If these do not suffice, they are in memory, and a chunk of columns is in
     registers at a time.
     """
 

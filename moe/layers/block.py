@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from moe.attention.delta import DeltaCore
 from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention, attention, norm_after, norm_before
-from moe.config import ModelConfig
+from moe.config import Model
 from moe.experts.dispatch.choice import dispatch
 from moe.experts.feed_forward import dense_term
 from moe.implementations import selected_implementation
@@ -19,15 +19,10 @@ from moe.router.statistics import RouterStatistics
 from moe.tokens.packing import PackedBatch
 from moe.weights import Layer
 from sharding.collectives import local_shard, vary
-from sharding.folding import FoldedMesh
 
 
 def feed_forward(
-    layer: Layer[Array],
-    x: Float[Array, "local d_model"],
-    packed: PackedBatch,
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    layer: Layer[Array], x: Float[Array, "local d_model"], packed: PackedBatch, model: Model
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
     """The feed-forward term of a block: routed experts, the dense or shared expert, or both.
 
@@ -35,20 +30,21 @@ def feed_forward(
       x: the residual stream, this rank's shard.
       packed: all the gathered tokens; padding is never routed and never counted.
     """
+    config, mesh = model.config, model.mesh
     h = norm_before(x, layer.norm, config)
     # Experts take the shards as they are: between attention's tp and the experts' ep nothing moves
     # (MoE parallel folding).
     out, stats = jnp.zeros_like(h), None
     if layer.experts is not None:
-        routing, stats = route(layer.experts, h, packed, config, mesh)
+        routing, stats = route(layer.experts, h, packed, model)
         routed, overflow = dispatch(
             layer.experts,
             h,
             routing,
             mesh,
             config.execution,
-            capacity=capacity_of(packed.zigzag, config, mesh),
-            product=selected_implementation(config, "experts", mesh),
+            capacity=capacity_of(packed.zigzag, model),
+            product=selected_implementation(model, "experts"),
             activation=config.activation,
         )
         if config.execution.buffer_factor is not None:
@@ -64,13 +60,12 @@ def block(
     x: Float[Array, "local d_model"],
     packed: PackedBatch,
     core_attention: CoreAttention | LatentCore | DeltaCore,
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    model: Model,
     layer_index: int | Int[Array, ""],
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
     """Runs one block, the layer of index `layer_index` in the network."""
-    positions = packed.rope or local_shard(packed.positions, mesh.cp)
-    x = x + attention(layer.attention, x, positions, core_attention, config, mesh, layer_index)
+    positions = packed.rope or local_shard(packed.positions, model.mesh.cp)
+    x = x + attention(layer.attention, x, positions, core_attention, model, layer_index)
     x = checkpoint_name(x, STREAM)
-    out, stats = feed_forward(layer, x, packed, config, mesh)
+    out, stats = feed_forward(layer, x, packed, model)
     return x + out, stats

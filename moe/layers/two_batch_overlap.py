@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
-from moe.config import ModelConfig
+from moe.config import Model
 from moe.ops.precision import shared
 from moe.router.balance import merge_half_batches
 from moe.router.statistics import RouterStatistics
@@ -52,11 +52,7 @@ def join_streams(streams: Streams) -> Array:
 
 
 def run_streams(
-    run_half_batch: RunHalfBatch,
-    layer: Layer[Array],
-    streams: Streams,
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    run_half_batch: RunHalfBatch, layer: Layer[Array], streams: Streams, model: Model
 ) -> tuple[Streams, RouterStatistics[Array] | None]:
     """Runs a layer on each of the streams.
 
@@ -74,7 +70,7 @@ def run_streams(
         after.append(x)
         stream_stats.append(stats)
     routed_stats = [stats for stats in stream_stats if stats is not None]
-    return tuple(after), merge_half_batches(routed_stats, config, mesh) if routed_stats else None
+    return tuple(after), merge_half_batches(routed_stats, model) if routed_stats else None
 
 
 def restore_row_order(

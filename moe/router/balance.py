@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.placement import stack_chunks
 from moe.router.statistics import LoadFractions, RouterStatistics
 from moe.tokens.sequences import load_fraction
@@ -18,10 +18,7 @@ from sharding.folding import FoldedMesh
 
 
 def load_fractions(
-    sequence: Float[Array, "token route"] | None,
-    load: Float[Array, "route"],
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    sequence: Float[Array, "token route"] | None, load: Float[Array, "route"], model: Model
 ) -> LoadFractions:
     """The load fractions (``f_e`` of the papers) that the losses with a coefficient call for.
 
@@ -36,11 +33,12 @@ def load_fractions(
         (`moe.tokens.sequences.sequence_load_fractions`); None if nothing is learned.
       load: choices of each expert by this device's tokens.
     """
+    mesh = model.mesh
     everyone = (*mesh.dp, *mesh.sequence)
     return LoadFractions(
         sequence,
-        load_fraction(all_sum(load, mesh.sequence)) if config.batch_balance_coef else None,
-        load_fraction(all_sum(load, everyone)) if config.global_balance_coef else None,
+        load_fraction(all_sum(load, mesh.sequence)) if model.config.batch_balance_coef else None,
+        load_fraction(all_sum(load, everyone)) if model.config.global_balance_coef else None,
     )
 
 
@@ -50,7 +48,7 @@ def compares_batches(config: ModelConfig) -> bool:
 
 
 def merge_half_batches(
-    half_stats: Sequence[RouterStatistics[Array]], config: ModelConfig, mesh: FoldedMesh
+    half_stats: Sequence[RouterStatistics[Array]], model: Model
 ) -> RouterStatistics[Array]:
     """Sums over all tokens of a layer, from the sums of its half batches: a loss that uses the load
     of the micro-batch uses the load of both halves.
@@ -67,7 +65,7 @@ def merge_half_batches(
     )
     if sums.mass is None:
         return replace(sums, choices=choices)
-    mass, compared = sums.mass, load_fractions(None, sums.load, config, mesh)
+    mass, compared = sums.mass, load_fractions(None, sums.load, model)
 
     def balance(fraction: Array | None, default: Array) -> Array:
         if fraction is None:
@@ -84,10 +82,7 @@ def merge_half_batches(
 
 
 def router_loss(
-    stats: RouterStatistics[Array] | None,
-    config: ModelConfig,
-    mesh: FoldedMesh,
-    num_tokens: Int[Array, ""],
+    stats: RouterStatistics[Array] | None, model: Model, num_tokens: Int[Array, ""]
 ) -> Float[Array, ""]:
     """The router's losses, each times its coefficient, of the tokens of this sequence-parallel
     group: ``load_balance_coef balance + batch_balance_coef batch_balance + global_balance_coef
@@ -100,13 +95,14 @@ def router_loss(
       stats: this device's sums; None without experts, where the loss is 0.
       num_tokens: valid tokens of the whole batch.
     """
+    config = model.config
     if stats is None:
         return jnp.zeros((), jnp.float32)
     weighted = config.load_balance_coef * stats.balance + config.router_z_coef * stats.z
     weighted = weighted + config.batch_balance_coef * stats.batch_balance
     weighted = weighted + config.global_balance_coef * stats.global_balance
     tokens = jnp.maximum(num_tokens, 1).astype(jnp.float32)
-    return all_sum(weighted, mesh.sequence) / (tokens * config.num_expert_layers)
+    return all_sum(weighted, model.mesh.sequence) / (tokens * config.num_expert_layers)
 
 
 def updated_bias(

@@ -16,7 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.implementations import selected_implementation
 from moe.ops.precision import float32_product
 from moe.ops.sorting import positions_within
@@ -29,10 +29,9 @@ from moe.tokens.packing import PackedBatch
 from moe.tokens.sequences import sequence_load_fractions
 from moe.weights import Experts
 from sharding.collectives import gather_tokens, local_shard, vary
-from sharding.folding import FoldedMesh
 
 
-def capacity_of(zigzag: ZigzagLayout, config: ModelConfig, mesh: FoldedMesh) -> int | None:
+def capacity_of(zigzag: ZigzagLayout, model: Model) -> int | None:
     """``C = min(T, ceil(capacity_factor T k / E))``: largest number of tokens of one expert; None
     is any number.
 
@@ -47,20 +46,19 @@ def capacity_of(zigzag: ZigzagLayout, config: ModelConfig, mesh: FoldedMesh) -> 
       Liu et al., "MoE Parallel Folding", 2025, section 3.3 (sub-sequence and full-sequence
       dropping). https://arxiv.org/abs/2504.14960
     """
+    config = model.config
     if config.capacity_factor is None:
         return None
     if config.drop_scope == "full_sequence":
         scope = sum(rows * length for rows, length in zigzag.sections)
     else:
-        scope = zigzag.num_tokens // mesh.size(mesh.sequence)
+        scope = zigzag.num_tokens // model.mesh.size(model.mesh.sequence)
     # A product that is an integer up to rounding counts as that integer.
     average = config.capacity_factor * scope * config.experts_per_token / config.num_experts
     return min(scope, math.ceil(round(average, 9)))
 
 
-def drop(
-    routing: Routing, zigzag: ZigzagLayout, config: ModelConfig, mesh: FoldedMesh
-) -> tuple[Routing, Array]:
+def drop(routing: Routing, zigzag: ZigzagLayout, model: Model) -> tuple[Routing, Array]:
     """Drops the expert ids beyond an expert's capacity; the gate weights of the others stay.
 
     With ``drop_policy="probs"`` an expert keeps its largest probs, equal ones by position; with
@@ -80,13 +78,14 @@ def drop(
     Returns:
       The routing that is left, and ``[token]`` the number of dropped expert ids of each token.
     """
-    capacity = capacity_of(zigzag, config, mesh)
+    config = model.config
+    capacity = capacity_of(zigzag, model)
     if capacity is None:
         return routing, jnp.zeros_like(routing.probs[:, 0])
     if config.drop_scope == "full_sequence":
-        gathered = _gather_routing(routing, config, mesh)
+        gathered = _gather_routing(routing, model)
         retained = _within_capacity_in_rows(gathered, zigzag, capacity, config)
-        retained = local_shard(retained, mesh.sequence)
+        retained = local_shard(retained, model.mesh.sequence)
     else:
         retained = _within_capacity(routing, capacity, config)
     retained = checkpoint_name(retained, ROUTED)
@@ -97,12 +96,12 @@ def drop(
     ), jnp.sum(dropped.astype(jnp.float32), axis=1)
 
 
-def _gather_routing(routing: Routing, config: ModelConfig, mesh: FoldedMesh) -> Routing:
+def _gather_routing(routing: Routing, model: Model) -> Routing:
     """All-gathers the routing of the sequence-parallel group, for comparisons only."""
-    experts = gather_tokens(routing.experts, mesh.sequence)
-    if config.drop_policy == "position":
+    experts = gather_tokens(routing.experts, model.mesh.sequence)
+    if model.config.drop_policy == "position":
         return Routing(experts, jnp.zeros(experts.shape))
-    return Routing(experts, gather_tokens(lax.stop_gradient(routing.probs), mesh.sequence))
+    return Routing(experts, gather_tokens(lax.stop_gradient(routing.probs), model.mesh.sequence))
 
 
 def _within_capacity_in_rows(
@@ -136,13 +135,10 @@ def _rank_by_prob(
 
 
 def route(
-    experts: Experts[Array],
-    h: Float[Array, "local d_model"],
-    packed: PackedBatch,
-    config: ModelConfig,
-    mesh: FoldedMesh,
+    experts: Experts[Array], h: Float[Array, "local d_model"], packed: PackedBatch, model: Model
 ) -> tuple[Routing, RouterStatistics[Array]]:
     """Routing of each token after dropping, and the router's statistics."""
+    config, mesh = model.config, model.mesh
     multiplicity = vary(local_shard(packed.multiplicity, mesh.sequence), mesh.axes)
     logits = float32_product(h.astype(jnp.float32), experts.router)
     if experts.router_bias is not None:
@@ -153,7 +149,7 @@ def route(
         multiplicity,
         config,
         bias=experts.bias,
-        implementation=selected_implementation(config, "router", mesh),
+        implementation=selected_implementation(model, "router"),
     )
     agreed = replayed = None
     if packed.replay is not None:
@@ -174,9 +170,9 @@ def route(
         # Only the losses that use the load of all tokens wait for the other half.
         compared, with_mass = LoadFractions(fractions), compares_batches(config)
     else:
-        compared, with_mass = load_fractions(fractions, load, config, mesh), False
+        compared, with_mass = load_fractions(fractions, load, model), False
     stats = statistics(logits, probabilities, load, compared, multiplicity, config, with_mass)
-    remaining, dropped = drop(routing, packed.zigzag, config, mesh)
+    remaining, dropped = drop(routing, packed.zigzag, model)
     choices = routing.experts if packed.record_choices else None
     return remaining, replace(
         stats,

@@ -8,8 +8,8 @@ that share it (prefix sharing); `pack_segments` has multiple sequences per row. 
 attention needs (`moe.attention.context_parallel.prefers_contiguous`).
 
 The functions below them take outputs back to rows, aligned: from the position that computes a value
-to the token that it is about. Their `config` is the configuration of the network that ran the
-tokens, as the order of a packed batch depends on it.
+to the token that it is about. Their `model` is the one that ran the tokens, as the order of a
+packed batch depends on it.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,8 +26,7 @@ from moe.attention.context_parallel import context_parallel_attention, prefers_c
 from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention
 from moe.attention.rotary import RotaryCache
-from moe.config import ModelConfig
-from moe.execution import Execution
+from moe.config import Model
 from moe.ops.mask import KeySource, SegmentMask, TokenIndices, Window
 from moe.ops.zigzag import ZigzagLayout
 from moe.tokens.sequences import Sequences, load_fraction
@@ -99,42 +98,42 @@ def positions_of(valid: Bool[Array, "batch time"]) -> Int[Array, "batch time"]:
 def pack_rows(
     tokens: Int[Array, "batch time"],
     valid: Bool[Array, "batch time"],
-    mesh: FoldedMesh,
-    config: ModelConfig | None = None,
+    model: Model,
     replay: Integer[Array, "layer batch time k"] | None = None,
 ) -> PackedBatch:
     """Row after row, each its own sequence.
 
     Args:
-      config: configuration of the network that is to run it: how its attention crosses ``cp``; None
-        is as `Execution` has it, for tokens in zig-zag.
+      tokens: ids.
+      valid: false for padding.
+      model: the model that runs the batch; the order of the tokens depends on how its attention
+        crosses ``cp``.
     """
-    zigzag, num_rows = zigzag_of_rows(tokens.shape, mesh, config), tokens.shape[0]
+    zigzag, num_rows = zigzag_of_rows(tokens.shape, model), tokens.shape[0]
     positions, segments = positions_of(valid), valid.astype(jnp.int32)
     mask = _causal_mask(zigzag, [positions], [segments], SAME_ROWS, True)
     packed = PackedBatch(
         tokens=zigzag.flatten(tokens),
         positions=zigzag.flatten(positions),
         multiplicity=zigzag.flatten(valid.astype(jnp.float32)),
-        core_attention_of_layer=_masked_attention(mask, mesh, config),
+        core_attention_of_layer=_masked_attention(mask, model),
         sequences=Sequences(zigzag.flatten(_row_indices(tokens.shape)), num_rows, load_fraction),
         zigzag=zigzag,
         mask=mask,
         replay=_pack_replay(replay, lambda layer: zigzag.flatten(layer)),
     )
 
-    def pack_half(rows: slice, config: ModelConfig) -> PackedBatch:
-        return pack_rows(tokens[rows], valid[rows], mesh, config, _replay_of_rows(replay, rows))
+    def pack_half(rows: slice, model: Model) -> PackedBatch:
+        return pack_rows(tokens[rows], valid[rows], model, _replay_of_rows(replay, rows))
 
-    return _with_half_batches(packed, pack_half, num_rows, mesh, config)
+    return _with_half_batches(packed, pack_half, num_rows, model)
 
 
 def pack_segments(
     tokens: Int[Array, "batch time"],
     segments: Int[Array, "batch time"],
     num_segments: int,
-    mesh: FoldedMesh,
-    config: ModelConfig | None = None,
+    model: Model,
     replay: Integer[Array, "layer batch time k"] | None = None,
     positions: Int[Array, "batch time"] | None = None,
 ) -> PackedBatch:
@@ -152,7 +151,7 @@ def pack_segments(
       num_segments: sequences, at most.
       positions: position of each token in its sequence, from 0; None counts them.
     """
-    zigzag = zigzag_of_rows(tokens.shape, mesh, config)
+    zigzag = zigzag_of_rows(tokens.shape, model)
     valid = segments > 0
     token_positions = _positions_in_segments(segments) if positions is None else positions
     mask = _causal_mask(zigzag, [token_positions], [segments], SAME_ROWS, False)
@@ -160,7 +159,7 @@ def pack_segments(
         tokens=zigzag.flatten(tokens),
         positions=zigzag.flatten(token_positions),
         multiplicity=zigzag.flatten(valid.astype(jnp.float32)),
-        core_attention_of_layer=_masked_attention(mask, mesh, config),
+        core_attention_of_layer=_masked_attention(mask, model),
         # Padding, 0, is a sequence that sends nothing.
         sequences=Sequences(zigzag.flatten(segments), num_segments + 1, load_fraction),
         zigzag=zigzag,
@@ -168,18 +167,17 @@ def pack_segments(
         replay=_pack_replay(replay, lambda layer: zigzag.flatten(layer)),
     )
 
-    def pack_half(rows: slice, config: ModelConfig) -> PackedBatch:
+    def pack_half(rows: slice, model: Model) -> PackedBatch:
         return pack_segments(
             tokens[rows],
             segments[rows],
             num_segments,
-            mesh,
-            config,
+            model,
             replay=_replay_of_rows(replay, rows),
             positions=None if positions is None else positions[rows],
         )
 
-    return _with_half_batches(packed, pack_half, tokens.shape[0], mesh, config)
+    return _with_half_batches(packed, pack_half, tokens.shape[0], model)
 
 
 def pack_shared_prompts(
@@ -187,8 +185,7 @@ def pack_shared_prompts(
     valid: Bool[Array, "batch time"],
     prompt_length: int,
     num_samples: int,
-    mesh: FoldedMesh,
-    config: ModelConfig | None = None,
+    model: Model,
     replay: Integer[Array, "layer batch time k"] | None = None,
 ) -> PackedBatch:
     """All prompts, each once, and then all responses.
@@ -204,7 +201,7 @@ def pack_shared_prompts(
     """
     num_rows, time = tokens.shape
     num_prompts, response_length = num_rows // num_samples, time - prompt_length
-    zigzag = zigzag_of_prompts(tokens.shape, prompt_length, num_samples, mesh, config)
+    zigzag = zigzag_of_prompts(tokens.shape, prompt_length, num_samples, model)
 
     def split(x: Array) -> tuple[Array, Array]:
         return x[::num_samples, :prompt_length], x[:, prompt_length:]
@@ -229,34 +226,32 @@ def pack_shared_prompts(
         tokens=zigzag.flatten(*split(tokens)),
         positions=zigzag.flatten(*positions),
         multiplicity=zigzag.flatten(prompt_multiplicity * num_samples, response_multiplicity),
-        core_attention_of_layer=_masked_attention(mask, mesh, config),
+        core_attention_of_layer=_masked_attention(mask, model),
         sequences=Sequences(zigzag.flatten(*segments), num_prompts + num_rows, fractions),
         zigzag=zigzag,
         mask=mask,
         replay=_pack_replay(replay, lambda layer: zigzag.flatten(*split(layer))),
     )
 
-    def pack_half(prompts: slice, config: ModelConfig) -> PackedBatch:
+    def pack_half(prompts: slice, model: Model) -> PackedBatch:
         rows = slice(prompts.start * num_samples, prompts.stop * num_samples)
         return pack_shared_prompts(
             tokens[rows],
             valid[rows],
             prompt_length,
             num_samples,
-            mesh,
-            config,
+            model,
             _replay_of_rows(replay, rows),
         )
 
-    return _with_half_batches(packed, pack_half, num_prompts, mesh, config)
+    return _with_half_batches(packed, pack_half, num_prompts, model)
 
 
 def _with_half_batches(
     packed: PackedBatch,
-    pack_half: Callable[[slice, ModelConfig], PackedBatch],
+    pack_half: Callable[[slice, Model], PackedBatch],
     num_units: int,
-    mesh: FoldedMesh,
-    config: ModelConfig | None,
+    model: Model,
 ) -> PackedBatch:
     """A packed batch with the halves of its rows, where the network's execution asks for them and
     there is more than one row, or prompt with its responses, and the devices of a sequence can
@@ -266,20 +261,22 @@ def _with_half_batches(
       pack_half: (which of the rows or prompts, the network) -> these alone.
       num_units: how many of them there are.
     """
-    if config is None or not config.execution.two_batch_overlap or num_units < 2:
+    config = model.config
+    if not config.execution.two_batch_overlap or num_units < 2:
         return packed
     if can_drop(config):
         raise ValueError(
             f"two_batch_overlap with capacity_factor={config.capacity_factor} would drop other "
             "tokens: an expert's capacity is for those of both halves. Leave out one of them."
         )
-    without_overlap = replace(config, execution=replace(config.execution, two_batch_overlap=False))
+    execution = replace(config.execution, two_batch_overlap=False)
+    without_overlap = replace(model, config=replace(config, execution=execution))
     middle = -(-num_units // 2)
     half_batches = tuple(
         pack_half(rows, without_overlap)._replace(is_half_batch=True)
         for rows in (slice(0, middle), slice(middle, num_units))
     )
-    ranks = mesh.size(mesh.sequence)
+    ranks = model.mesh.size(model.mesh.sequence)
     # An update is refused before it comes here (`jrl.trainer.setup.network.check_overlaps`); what
     # is scored or shown has as many rows as there are.
     if any(half_batch.tokens.shape[0] % ranks for half_batch in half_batches):
@@ -296,19 +293,13 @@ def _replay_of_rows(
     return None if replay is None else replay[:, rows]
 
 
-def zigzag_of_rows(
-    shape: tuple[int, ...], mesh: FoldedMesh, config: ModelConfig | None
-) -> ZigzagLayout:
+def zigzag_of_rows(shape: tuple[int, ...], model: Model) -> ZigzagLayout:
     """The layout of ``[batch, time]`` rows: of `pack_rows` and `pack_segments`."""
-    return _layout(((shape[0], shape[1]),), mesh, config)
+    return _layout(((shape[0], shape[1]),), model)
 
 
 def zigzag_of_prompts(
-    shape: tuple[int, ...],
-    prompt_length: int,
-    num_samples: int,
-    mesh: FoldedMesh,
-    config: ModelConfig | None,
+    shape: tuple[int, ...], prompt_length: int, num_samples: int, model: Model
 ) -> ZigzagLayout:
     """The layout of `pack_shared_prompts` of ``[batch, time]`` rows.
 
@@ -322,14 +313,11 @@ def zigzag_of_prompts(
             "rows (fewer micro-batches, or a smaller dp), or num_samples=1."
         )
     prompts = shape[0] // num_samples, prompt_length
-    return _layout((prompts, (shape[0], shape[1] - prompt_length)), mesh, config)
+    return _layout((prompts, (shape[0], shape[1] - prompt_length)), model)
 
 
-def _layout(
-    sections: tuple[tuple[int, int], ...], mesh: FoldedMesh, config: ModelConfig | None
-) -> ZigzagLayout:
-    contiguous = config is not None and prefers_contiguous(config, mesh)
-    return ZigzagLayout(sections, mesh.size(mesh.cp), contiguous)
+def _layout(sections: tuple[tuple[int, int], ...], model: Model) -> ZigzagLayout:
+    return ZigzagLayout(sections, model.mesh.size(model.mesh.cp), prefers_contiguous(model))
 
 
 SAME_ROWS = ((KeySource(0, 1),),)
@@ -372,11 +360,9 @@ def _causal_mask(
     return SegmentMask(zigzag, mask_ids, sources, single)
 
 
-def _masked_attention(
-    mask: SegmentMask, mesh: FoldedMesh, config: ModelConfig | None
-) -> CoreAttentionOfLayer:
+def _masked_attention(mask: SegmentMask, model: Model) -> CoreAttentionOfLayer:
     """Every layer attends to what the mask shows."""
-    execution = Execution() if config is None else config.execution
+    execution, mesh = model.config.execution, model.mesh
 
     def core_attention_of_layer(index: int | Array, window: Window = None) -> CoreAttention:
         def core_attention(
@@ -407,8 +393,7 @@ def response_states(
     shape: tuple[int, ...],
     prompt_length: int,
     num_samples: int,
-    mesh: FoldedMesh,
-    config: ModelConfig,
+    model: Model,
 ) -> Float[Array, "before d_model"]:
     """Of the states of a `pack_shared_prompts` batch, the one each response token was predicted
     from, in the order of `response_tokens`.
@@ -416,7 +401,8 @@ def response_states(
     Args:
       shape: ``[batch, time]`` shape of the rows.
     """
-    zigzag = zigzag_of_prompts(shape, prompt_length, num_samples, mesh, config)
+    mesh = model.mesh
+    zigzag = zigzag_of_prompts(shape, prompt_length, num_samples, model)
     prompts, responses = zigzag.split(gather_tokens(x, mesh.tp))
     # The first response token was predicted from the prompt's last, which one rank holds.
     rank, column = zigzag.locate(0, prompt_length - 1)
@@ -452,44 +438,38 @@ def _shift_columns(
 
 
 def align_to_tokens(
-    after: Float[Array, "local"], shape: tuple[int, ...], mesh: FoldedMesh, config: ModelConfig
+    after: Float[Array, "local"], shape: tuple[int, ...], model: Model
 ) -> Float[Array, "batch time"]:
     """Moves values computed *after* each position to the token that they are about.
 
     The value computed at position ``t - 1`` is about token ``t``; the first token gets 0.
     """
-    (rows,) = zigzag_of_rows(shape, mesh, config).restore(join_shards(after, mesh.sequence))
+    (rows,) = zigzag_of_rows(shape, model).restore(join_shards(after, model.mesh.sequence))
     return jnp.concatenate([jnp.zeros_like(rows[:, :1]), rows[:, :-1]], axis=1)
 
 
-def next_tokens(
-    tokens: Int[Array, "batch time"], mesh: FoldedMesh, config: ModelConfig
-) -> Int[Array, "local"]:
+def next_tokens(tokens: Int[Array, "batch time"], model: Model) -> Int[Array, "local"]:
     """The token that follows each position, this rank's shard; the last position wraps to the
     first."""
-    following = zigzag_of_rows(tokens.shape, mesh, config).flatten(jnp.roll(tokens, -1, axis=1))
-    return local_shard(following, mesh.sequence)
+    following = zigzag_of_rows(tokens.shape, model).flatten(jnp.roll(tokens, -1, axis=1))
+    return local_shard(following, model.mesh.sequence)
 
 
 def response_tokens(
-    tokens: Int[Array, "batch time"], prompt_length: int, mesh: FoldedMesh, config: ModelConfig
+    tokens: Int[Array, "batch time"], prompt_length: int, model: Model
 ) -> Int[Array, "local"]:
     """The tokens after the prompts, this rank's shard of them."""
     responses = tokens[:, prompt_length:]
-    zigzag = zigzag_of_rows(responses.shape, mesh, config)
-    return local_shard(zigzag.flatten(responses), mesh.sequence)
+    zigzag = zigzag_of_rows(responses.shape, model)
+    return local_shard(zigzag.flatten(responses), model.mesh.sequence)
 
 
 def expand_responses(
-    before: Float[Array, "local"],
-    shape: tuple[int, ...],
-    prompt_length: int,
-    mesh: FoldedMesh,
-    config: ModelConfig,
+    before: Float[Array, "local"], shape: tuple[int, ...], prompt_length: int, model: Model
 ) -> Float[Array, "batch time"]:
     """Numbers about the `response_tokens`, put in their columns; prompts get 0."""
-    zigzag = zigzag_of_rows((shape[0], shape[1] - prompt_length), mesh, config)
-    (response,) = zigzag.restore(join_shards(before, mesh.sequence))
+    zigzag = zigzag_of_rows((shape[0], shape[1] - prompt_length), model)
+    (response,) = zigzag.restore(join_shards(before, model.mesh.sequence))
     return jnp.pad(response, ((0, 0), (prompt_length, 0)))
 
 
@@ -498,8 +478,7 @@ def unpack_shared_prompts(
     shape: tuple[int, ...],
     prompt_length: int,
     num_samples: int,
-    mesh: FoldedMesh,
-    config: ModelConfig,
+    model: Model,
 ) -> Shaped[Array, "batch time *rest"]:
     """Unpacks an array per token of a `pack_shared_prompts` batch, all of its shards, to the rows
     of the tokens; the values of a prompt are repeated in each of its rows.
@@ -507,6 +486,6 @@ def unpack_shared_prompts(
     Args:
       shape: ``[batch, time]`` shape of the rows.
     """
-    zigzag = zigzag_of_prompts(shape, prompt_length, num_samples, mesh, config)
+    zigzag = zigzag_of_prompts(shape, prompt_length, num_samples, model)
     prompts, responses = zigzag.restore(x)
     return jnp.concatenate([jnp.repeat(prompts, num_samples, axis=0), responses], axis=1)

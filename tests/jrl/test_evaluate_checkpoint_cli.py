@@ -16,6 +16,7 @@ from jrl.rollout.decoding import engine
 from jrl.trainer.setup import memory
 from jrl.trainer.setup.memory import cache_bytes, evaluation_slots
 from jrl.trainer.setup.setup import build_setup
+from moe.config import Model
 
 # Rows as in public data sets: other names, a number and a text as answers.
 ROWS = [{"question": q, "info": {"gold": a}} for q, a in QUESTIONS]
@@ -196,7 +197,7 @@ def setup(given):
 
 def test_slots_have_room_in_the_memory(setup, monkeypatch):
     columns = setup.prompt_length + setup.response_length
-    row = cache_bytes(setup.model, setup.rollout_mesh, 1, columns)
+    row = cache_bytes(Model(setup.model, setup.rollout_mesh), 1, columns)
     assert evaluation_slots(setup, 3)[0] == 3
     assert evaluation_slots(setup, 10**6)[0] == 512
     monkeypatch.setattr(memory, "CPU_CACHE_BYTES", 7 * row + 1)

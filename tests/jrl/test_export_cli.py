@@ -33,7 +33,7 @@ from jrl.text.load import load_tokenizer
 from jrl.train import main as train
 from jrl.trainer import loop
 from moe import huggingface, model
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.placement import specs
 
 NETWORK = ModelConfig(
@@ -216,11 +216,12 @@ def test_greedy_tokens_are_those_of_transformers(exported):
     assert ChatTemplate(tokenizer).encode(Conversation.from_pairs([("user", QUESTION)])) == PROMPT
     mesh = mesh_of("dp1")
     config, weights = huggingface.load(exported, mesh, dtype="float32")
+    network = Model(config, mesh)
     tokens = jnp.asarray([PROMPT + COMPLETION])
     run = on_mesh(
-        lambda w, t: model.next_token_logits(w, t, t >= 0, config, mesh)[0][None],
+        lambda w, t: model.next_token_logits(w, t, t >= 0, network)[0][None],
         mesh,
-        (specs(config, mesh), P(mesh.dp)),
+        (specs(network), P(mesh.dp)),
         P(tuple(axis for axis in mesh.axes if axis not in mesh.dp), mesh.dp),
     )
     logits = np.asarray(run(weights, tokens)).reshape(tokens.shape[1], -1)

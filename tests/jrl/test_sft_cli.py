@@ -29,6 +29,7 @@ from jrl.text.json_tokenizer import checkpoint_tokenizer
 from jrl.train import main
 from jrl.trainer.supervised import Supervised
 from moe import huggingface, model
+from moe.config import Model
 from moe.placement import specs
 
 SMALL = ["--model=micro", "--batch=3", "--learning-rate=1e-2", "--eval-every=2", "--held-out=4"]
@@ -243,9 +244,9 @@ def logits_of(checkpoint, ids):
     mesh = mesh_of("dp1")
     config, weights = huggingface.load(checkpoint, mesh, dtype="float32")
     run = on_mesh(
-        lambda w, t: model.next_token_logits(w, t, t >= 0, config, mesh)[0][None],
+        lambda w, t: model.next_token_logits(w, t, t >= 0, Model(config, mesh))[0][None],
         mesh,
-        (specs(config, mesh), P(mesh.dp)),
+        (specs(Model(config, mesh)), P(mesh.dp)),
         P(tuple(axis for axis in mesh.axes if axis not in mesh.dp), mesh.dp),
     )
     return np.asarray(run(weights, jnp.asarray([ids]))).reshape(len(ids), -1)

@@ -132,6 +132,6 @@ def test_the_table_has_adapters_for_every_target():
         ),
     ],
 )
-def test_what_cannot_be_is_refused(changes, message):
+def test_lora_rejects_invalid_settings(changes, message):
     with pytest.raises(ValueError, match=message):
         Lora(**{"rank": 2, "alpha": 4.0, "targets": ("attention",), **changes})

@@ -11,7 +11,7 @@ from jax.extend.core import jaxprs_in_params
 from programs import mesh_of
 
 from moe.cache import StepCore, StepTokens, kernel_bytes
-from moe.config import ModelConfig, MultiHeadLatentAttention
+from moe.config import Model, ModelConfig, MultiHeadLatentAttention
 from moe.execution import Execution
 from moe.implementations import check_decode_kernel
 
@@ -28,7 +28,7 @@ LATENT = replace(
 
 
 @pytest.mark.parametrize("config", [HEADS, LATENT])
-def test_what_it_can_read_is_not(config):
+def test_decode_kernel_supports_published_heads(config):
     check_decode_kernel(config)
     check_decode_kernel(replace(config, execution=replace(KERNEL, latent="expanded")))
     for name in (None, "plain"):
@@ -53,7 +53,7 @@ def ranks(rank, rope):
         (LATENT, ranks(320, 64), r"kv_lora_rank=320 \(needs a multiple of 128 up"),
     ],
 )
-def test_what_it_cannot_is_in_a_line(config, changed, message):
+def test_decode_kernel_obstacle_is_one_line(config, changed, message):
     config = replace(config, **changed)
     with pytest.raises(
         ValueError, match=rf"^decode_attention='mosaic' is not supported: {message}"
@@ -100,8 +100,10 @@ def bytes_of_kernels(jaxpr):
         (replace(LATENT, execution=replace(KERNEL, latent="expanded")), 2, 192),
     ],
 )
-def test_what_a_kernel_writes_is_counted(config, rows, columns):
+def test_kernel_bytes_counts_kernel_results(config, rows, columns):
     mesh, tp = mesh_of("tp2"), 2
+
+    model = Model(config, mesh)
 
     def shaped(*sizes, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(sizes, dtype)
@@ -118,10 +120,10 @@ def test_what_a_kernel_writes_is_counted(config, rows, columns):
         given = query, shaped(rows, rank + rope), up
 
     def step(buffers, positions, live, *given):
-        core = StepCore(config, 0, buffers, StepTokens(positions, positions, live)).attend
+        core = StepCore(model, 0, buffers, StepTokens(positions, positions, live)).attend
         return (core if len(buffers) == 2 else core.attend)(*given)
 
     ends = shaped(rows, dtype=jnp.int32), shaped(rows, dtype=jnp.bool_)
     traced = jax.make_jaxpr(step)(buffers, *ends, *given)
-    assert list(bytes_of_kernels(traced.jaxpr)) == [kernel_bytes(config, mesh, rows, columns)]
-    assert kernel_bytes(replace(config, execution=Execution()), mesh, rows, columns) == 0
+    assert list(bytes_of_kernels(traced.jaxpr)) == [kernel_bytes(model, rows, columns)]
+    assert kernel_bytes(Model(replace(config, execution=Execution()), mesh), rows, columns) == 0

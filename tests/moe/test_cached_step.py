@@ -5,10 +5,10 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from programs import jit
+from programs import jit, mesh_of
 
 from moe.cache import StepCore, StepTokens
-from moe.config import ModelConfig, MultiHeadLatentAttention
+from moe.config import Model, ModelConfig, MultiHeadLatentAttention
 from moe.execution import Execution
 from moe.kernels import latent_decode
 
@@ -24,7 +24,7 @@ ROWS, ROOM = 4, 64
 POSITIONS, LIVE = np.array([0, 63, 20, 7], np.int32), np.array([True, True, True, False])
 
 
-def test_the_kernel_is_given_what_a_step_sees_of_narrow_vectors(monkeypatch):
+def test_step_core_passes_latent_vectors_to_kernel(monkeypatch):
     """Its twin in its place: which layer, which columns, bit for bit; nothing is copied."""
     shapes = []
 
@@ -38,7 +38,9 @@ def test_the_kernel_is_given_what_a_step_sees_of_narrow_vectors(monkeypatch):
         config = replace(LATENT, execution=Execution(decode_attention=name))
         positions = jnp.asarray(POSITIONS)
         inputs = StepTokens(jnp.zeros_like(positions), positions, jnp.asarray(LIVE))
-        step = StepCore(config, 1, (buffer,), inputs, stack_index=(jnp.int32(1),))
+        step = StepCore(
+            Model(config, mesh_of("dp1")), 1, (buffer,), inputs, stack_index=(jnp.int32(1),)
+        )
         return step.attend.attend(query, narrow, up), step.buffers[0]
 
     draw = np.random.default_rng(0)

@@ -8,7 +8,7 @@ import pytest
 from programs import random_weights
 from tiers import full_but
 
-from moe.config import GatedDeltaNet, ModelConfig
+from moe.config import GatedDeltaNet, Model, ModelConfig
 from moe.placement import (
     first_layers_of_chunks,
     in_chunks,
@@ -75,9 +75,9 @@ def test_the_chunks_of_two_published_models():
 def test_gated_delta_net_refuses_layouts(layers, layout, message):
     config = replace(CONFIG, num_layers=4, delta=GatedDeltaNet(layers, 2, 4, 5, 6, 4))
     with pytest.raises(ValueError, match=message):
-        specs(config, fold_abstract(layout))
+        specs(Model(config, fold_abstract(layout)))
     alike = replace(config, delta=replace(config.delta, layers=(0, 2)))
-    specs(alike, fold_abstract(Layout(pp=2)))
+    specs(Model(alike, fold_abstract(Layout(pp=2))))
 
 
 @pytest.mark.slow
@@ -110,13 +110,13 @@ def test_a_checkpoint_has_no_padding(fsdp):
     execution = replace(CONFIG.execution, remat="full", fsdp=fsdp)
     config = replace(CONFIG, execution=execution)
     mesh = fold_abstract(Layout.parse("pp2 dp2"))
-    plain = without_chunks(config, mesh)
-    assert in_chunks(random_weights(config, 0), plain).layers.norm.shape == (7, 12)
-    experts = stored_specs(config, plain).layers.experts
+    plain = without_chunks(Model(config, mesh))
+    assert in_chunks(random_weights(config, 0), plain.mesh).layers.norm.shape == (7, 12)
+    experts = stored_specs(plain).layers.experts
     assert experts is not None
     placed = experts.router
     # Whole along the layers; in shards, over the stages too.
     assert placed[0] is None
     assert (placed[1] == mesh.axes[:2]) == fsdp
     even = replace(config, num_layers=6)
-    assert specs(even, without_chunks(even, mesh)).layers.norm[0] == "pp"
+    assert specs(without_chunks(Model(even, mesh))).layers.norm[0] == "pp"

@@ -6,6 +6,7 @@ import pytest
 
 from moe.config import PRESETS, GatedDeltaNet, ModelConfig, small, tiny, tiny_dense
 from moe.execution import Execution
+from moe.placement import specs
 from moe.weights import num_active_parameters, num_parameters
 
 
@@ -115,7 +116,7 @@ def delta(**changed):
     return GatedDeltaNet(**{**plain, **widths, **changed})
 
 
-def test_a_configuration_says_what_is_wrong_with_it():
+def test_config_error_names_value():
     for changed, message in (
         ({"sliding_window": 0}, "sliding_window=0 must be at least 1"),
         ({"attention_scale": 0.0}, "attention_scale=0.0 must be above 0"),
@@ -177,3 +178,10 @@ def test_with_unused_ids_makes_ranges(ids, ranges):
     config = ModelConfig(13).with_unused_ids(ids)
     assert config.unused_ids == ranges
     assert config.num_used_ids == 13 - len(set(ids))
+
+
+def test_config_in_place_of_model_is_refused():
+    with pytest.raises(TypeError, match=r"pass Model\(config, mesh\)"):
+        specs(tiny(8))
+    with pytest.raises(AttributeError, match="no attribute 'num_layer'"):
+        getattr(tiny(8), "num_layer")  # noqa: B009, no attribute that a type checker accepts

@@ -105,7 +105,7 @@ def test_the_example():
     assert doctest.testmod(moe.counts).failed == 0
 
 
-def test_windows_leave_out_what_lies_before_them():
+def test_counted_scores_exclude_tokens_before_window():
     """Against the keys that each query sees, counted; the formula takes T + 1 for T."""
     config, time = sized(3, 20, 2, 1, 10, 7, 2, 4, 11), 400
 

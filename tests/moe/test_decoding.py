@@ -17,7 +17,7 @@ from moe import model
 from moe.architecture.rope import YarnScaling
 from moe.attention.latent import caches_latent
 from moe.cache import KEY_COLUMN, StepTokens
-from moe.config import GatedDeltaNet, MultiHeadLatentAttention
+from moe.config import GatedDeltaNet, Model, MultiHeadLatentAttention
 from moe.decoding import decode_step
 from moe.execution import Execution
 from moe.experts.dispatch.choice import dispatch
@@ -88,13 +88,15 @@ def stepwise(config, mesh, room=RESPONSE):
     """Logits ``[step, row, vocab]`` of rows that go on one token a step, each from its prompt's
     end, and the cache's keys of the last layer before and after."""
 
+    network = Model(config, mesh)
+
     def of_last_layer(cache):
         return cache.keys[-1][-1] if cache.keys[-1].ndim > 4 else cache.keys[-1]
 
     def local(weights, tokens, prompts, ends):
         weights = vary(weights, mesh.axes)
         tokens, prompts, ends = vary((tokens, prompts, ends), mesh.except_sequence)
-        ran = prefill(weights, tokens[:, :PROMPT], prompts, config, mesh)
+        ran = prefill(weights, tokens[:, :PROMPT], prompts, network)
         cache = with_room(ran.cache, room)
         layers = split_layer_groups(weights, config)
         rows = jnp.arange(tokens.shape[0])
@@ -103,7 +105,7 @@ def stepwise(config, mesh, room=RESPONSE):
             place = prompts + number
             token = tokens[rows, jnp.minimum(place, tokens.shape[1] - 1)]
             inputs = StepTokens(token, place, place < ends)
-            logits, cache, _ = decode_step(layers, weights, cache, inputs, config, mesh)
+            logits, cache, _ = decode_step(layers, weights, cache, inputs, network)
             return cache, logits
 
         after, logits = jax.lax.scan(step, cache, jnp.arange(STEPS))
@@ -115,7 +117,7 @@ def stepwise(config, mesh, room=RESPONSE):
     return on_mesh(
         lambda *given: jax.tree.map(lambda x: x[None], local(*given)),
         mesh,
-        (specs(config, mesh), rows, rows, rows),
+        (specs(network), rows, rows, rows),
         (P(others, None, mesh.dp + mesh.tp), heads, heads),
     )
 
@@ -126,7 +128,7 @@ HALF = replace(DENSE, d_model=16, num_heads=4, num_kv_heads=2, head_dim=64, dtyp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scan_layers", [True, False])
-def test_the_kernel_is_given_what_a_step_sees(scan_layers, monkeypatch):
+def test_decode_step_passes_visible_range_to_kernel(scan_layers, monkeypatch):
     """Its twin in its place: which layer, which columns, which window, bit for bit."""
     plain = replace(HALF, execution=Execution(scan_layers=scan_layers))
     kernel = replace(plain, execution=replace(plain.execution, decode_attention="mosaic"))
@@ -191,11 +193,12 @@ def test_a_kernel_is_refused_by_vectors_that_it_cannot_read():
 def test_steps_equal_the_whole_sequence(kind, layout):
     config = CONFIGS[kind]
     one, weights = mesh_of("dp1"), random_weights(config, 0)
+    network = Model(config, one)
     tokens, prompts, ends = batch()
     whole = on_mesh(
-        lambda w, t, v: model.next_token_logits(w, t, v, config, one)[0],
+        lambda w, t, v: model.next_token_logits(w, t, v, network)[0],
         one,
-        (specs(config, one), P(), P()),
+        (specs(network), P(), P()),
         P(one.axes),
     )(weights, tokens, np.ones(tokens.shape, bool))
     whole = np.reshape(whole, (ROWS, PROMPT + RESPONSE, -1))
@@ -217,18 +220,19 @@ def test_steps_equal_the_whole_sequence(kind, layout):
 @pytest.mark.slow
 def test_prefill_equals_the_forward_pass_and_keeps_every_column():
     mesh, weights = mesh_of("dp1"), random_weights(ROUTED, 0)
+    network = Model(ROUTED, mesh)
     tokens, lengths, _ = batch()
     tokens = tokens[:, :PROMPT]
 
     def local(weights, tokens, lengths):
-        ran = prefill(weights, tokens, lengths, ROUTED, mesh)
+        ran = prefill(weights, tokens, lengths, network)
         valid = jnp.arange(PROMPT)[None] < lengths[:, None]
-        expected, _ = model.hidden(weights, tokens, valid, ROUTED, mesh)
+        expected, _ = model.hidden(weights, tokens, valid, network)
         sizes = [buffer.size for buffer in (*ran.cache.keys, *ran.cache.values)]
         assert sizes == [ROWS * PROMPT * 4 * 6] * 4
         return ran.states, expected
 
-    states, expected = on_mesh(local, mesh, (specs(ROUTED, mesh), P(), P()), P(mesh.axes))(
+    states, expected = on_mesh(local, mesh, (specs(network), P(), P()), P(mesh.axes))(
         weights, tokens, lengths
     )
     last = np.asarray(expected).reshape(ROWS, PROMPT, -1)[np.arange(ROWS), lengths - 1]
@@ -244,7 +248,7 @@ def test_a_latent_cache_holds_narrow_vectors(latent, keys, values):
     config, mesh = replace(LATENT, execution=Execution(latent=latent)), mesh_of("dp1")
 
     def local(weights, tokens, lengths):
-        cache = prefill(weights, tokens, lengths, config, mesh).cache
+        cache = prefill(weights, tokens, lengths, Model(config, mesh)).cache
         found = ([x.size // (ROWS * PROMPT) for x in each] for each in (cache.keys, cache.values))
         assert list(found) == [keys, values]
         return lengths
@@ -265,7 +269,7 @@ def test_a_cache_holds_whole_rows():
     with pytest.raises(
         ValueError, match=r"decoding does not support context parallelism, .* use cp=1"
     ):
-        prefill(random_weights(ROUTED, 0), tokens, lengths, ROUTED, mesh)
+        prefill(random_weights(ROUTED, 0), tokens, lengths, Model(ROUTED, mesh))
 
 
 @pytest.mark.slow

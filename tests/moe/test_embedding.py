@@ -1,4 +1,4 @@
-"""Rows looked up where they are spread over ``tp``, against a plain look-up."""
+"""Rows looked up in a table that is sharded over ``tp``, against a plain look-up."""
 
 import functools
 import re
@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh, random_weights
 from tiers import full_but
 
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.model import embed, lookup
 from moe.placement import specs
 from sharding.collectives import all_sum
@@ -47,9 +47,11 @@ def program(config, layout):
     """States of all tokens, and the gradient of a loss of them with respect to the weights."""
     mesh = mesh_of(layout)
 
+    model = Model(config, mesh)
+
     def local(weights, tokens, of_states):
         def loss(weights):
-            x = embed(weights, tokens, config, mesh)
+            x = embed(weights, tokens, model)
             own = jnp.sum(x.astype(jnp.float32) * of_states)
             # Rows and stages hold the same tokens, which count once.
             copies = mesh.layout.dp * mesh.layout.pp
@@ -60,7 +62,7 @@ def program(config, layout):
         others = tuple(axis for axis in mesh.axes if axis not in mesh.sequence)
         return jax.lax.pmax(x, others), grads
 
-    spec, by_token = specs(config, mesh), P(mesh.sequence)
+    spec, by_token = specs(model), P(mesh.sequence)
     return on_mesh(local, mesh, (spec, P(), by_token), (by_token, spec))
 
 
@@ -103,7 +105,7 @@ def test_collectives_are_those_claimed():
         config = replace(CONFIG, vocab_size=vocab_size)
         lowered = program(config, "tp4").lower(random_weights(config, 0), tokens, of_states)
         counts = Counter(re.findall(COLLECTIVE, lowered.compile().as_text()))
-        # A sum is that of the loss or of the gradient.
+        # A sum of the loss or of the gradient.
         del counts["all-reduce"]
         assert counts == per_call
 
@@ -111,10 +113,11 @@ def test_collectives_are_those_claimed():
 def test_embedding_has_the_variance_of_one():
     config = replace(CONFIG, vocab_size=2000, embedding_scale=None)
     mesh = mesh_of("dp1")
+    model = Model(config, mesh)
     states = on_mesh(
-        lambda weights, tokens: embed(weights, tokens, config, mesh),
+        lambda weights, tokens: embed(weights, tokens, model),
         mesh,
-        (specs(config, mesh), P()),
+        (specs(model), P()),
         P(mesh.axes),
     )(random_weights(config, 1), np.arange(2000, dtype=np.int32))
     # 20 000 values: a standard error of 1 %.

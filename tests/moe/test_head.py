@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh, random_weights
 from tiers import full_but
 
-from moe.config import Head, ModelConfig
+from moe.config import Head, Model, ModelConfig
 from moe.execution import Execution
 from moe.head import is_argmax, logits_of, logprobs_and_entropy
 from moe.ops.precision import MASK_VALUE
@@ -85,9 +85,11 @@ def chunked(weights, batch, config, layout, temperature):
     """The same on a mesh, tokens over ``dp x cp x tp``, by the function that is tested."""
     mesh = mesh_of(layout)
 
+    model = Model(config, mesh)
+
     def local(weights, batch):
         def loss(weights, x):
-            both = logprobs_and_entropy(weights, x, batch.tokens, config, mesh, temperature)
+            both = logprobs_and_entropy(weights, x, batch.tokens, model, temperature)
             assert all(number.dtype == jnp.float32 for number in both)
             own = batch.of_logprob @ both[0] + batch.of_entropy @ both[1]
             # Stages hold the same tokens, which count once.
@@ -98,7 +100,7 @@ def chunked(weights, batch, config, layout, temperature):
         return jax.lax.pmax(both, others), grads
 
     by_token = P((*mesh.dp, *mesh.sequence))
-    spec = specs(config, mesh)
+    spec = specs(model)
     step = on_mesh(local, mesh, (spec, by_token), ((by_token, by_token), (spec, by_token)))
     return step(weights, batch)
 
@@ -196,15 +198,15 @@ def test_unused_ids_are_not_in_the_softmax(layout, vocab_size, chunk, head, unus
 
 
 def test_without_unused_ids_nothing_is_masked():
-    """The program is that of a network that knows no such ids."""
+    """The program equals the program of a network that has no such ids."""
     config, mesh = config_of(36, 5), mesh_of("dp1")
     weights, batch = jax.tree.map(jnp.asarray, (random_weights(config, 0), given(36)))
 
     def selects(config):
         read = on_mesh(
-            lambda weights, x: logits_of(weights, x, config, mesh),
+            lambda weights, x: logits_of(weights, x, Model(config, mesh)),
             mesh,
-            (specs(config, mesh), P()),
+            (specs(Model(config, mesh)), P()),
             P(mesh.axes),
         )
         return read.lower(weights, batch.x).as_text().count("select")
@@ -222,8 +224,8 @@ def test_states_of_bfloat16_are_summed_in_float32(layout, vocab_size):
     out = chunked(weights, batch, config, layout, 0.7)
     wanted = jax.device_get(expected(weights, batch, 0.7))
     assert out[1][1].dtype == jnp.bfloat16
-    # The factors are the same bfloat16 numbers. A gradient's factor, and that of the states, are
-    # rounded to its 8 bits; tokens or columns are then summed.
+    # The factors are the same bfloat16 numbers. In a gradient its factor and the states are rounded
+    # to its 8 bits; tokens or columns are then summed.
     assert_close(out, wanted, 3e-6, 1e-2)
 
 
@@ -267,10 +269,12 @@ def compiled(chunk, is_plain=False, head: Head = "untied"):
     """Forward and backward of `MANY` tokens, gradients of each device left apart."""
     config, mesh, name = config_of(VOCAB, chunk, head), mesh_of(LAYOUT), HELD_IN[head]
 
+    model = Model(config, mesh)
+
     def read(weights, x, tokens):
         if not is_plain:
-            return logprobs_and_entropy(weights, x, tokens, config, mesh, 0.7)
-        logits = logits_of(weights, x, config, mesh) / 0.7
+            return logprobs_and_entropy(weights, x, tokens, model, 0.7)
+        logits = logits_of(weights, x, model) / 0.7
         logprobs = jax.nn.log_softmax(logits)
         chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
         return chosen, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=1)
@@ -289,7 +293,7 @@ def compiled(chunk, is_plain=False, head: Head = "untied"):
     step = on_mesh(
         local,
         mesh,
-        (specs(config, mesh), P(mesh.sequence)),
+        (specs(model), P(mesh.sequence)),
         ((by_token, by_token), (P(mesh.axes), by_token)),
     )
     return step.lower(random_weights(config, 0), given(VOCAB, num_tokens=MANY)).compile()
@@ -338,11 +342,12 @@ def test_collectives_are_those_claimed():
 )
 def test_all_logits_are_those_of_one_device(vocab_size, head, unused):
     config, mesh = replace(config_of(vocab_size, head=head), unused_ids=unused), mesh_of("tp2 cp2")
+    model = Model(config, mesh)
     weights, x = random_weights(config, 0), given(vocab_size).x
-    by_token, spec = P(mesh.sequence), specs(config, mesh)
+    by_token, spec = P(mesh.sequence), specs(model)
 
     def local(weights, x):
-        return logits_of(weights, vary(x, mesh.axes), config, mesh)
+        return logits_of(weights, vary(x, mesh.axes), model)
 
     step = on_mesh(local, mesh, (spec, by_token), P(mesh.axes))
     wanted = x @ (weights.embedding.T if head == "tied" else weights.head)
@@ -355,11 +360,12 @@ def test_bad_input_is_refused():
     with pytest.raises(ValueError, match=r"vocab_chunk=0 must be at least 1; None"):
         Execution(vocab_chunk=0)
     config, mesh = config_of(36, head="value"), mesh_of("dp1")
+    model = Model(config, mesh)
     weights, batch = jax.tree.map(jnp.asarray, (random_weights(config, 0), given(36)))
     with pytest.raises(ValueError, match=r'head="value" has no logits: this is a critic'):
-        logprobs_and_entropy(weights, batch.x, batch.tokens, config, mesh)
+        logprobs_and_entropy(weights, batch.x, batch.tokens, model)
     with pytest.raises(ValueError, match=r'head="value" has no logits: this is a critic'):
-        logits_of(weights, batch.x, config, mesh)
+        logits_of(weights, batch.x, model)
 
 
 @pytest.mark.parametrize(
@@ -376,6 +382,7 @@ def test_bad_input_is_refused():
 def test_a_token_is_the_likeliest_where_no_logit_is_higher(layout, vocab_size, chunk, head, unused):
     config = replace(config_of(vocab_size, chunk, head), unused_ids=unused)
     mesh, weights, batch = mesh_of(layout), random_weights(config, 0), given(vocab_size)
+    model = Model(config, mesh)
     logits = batch.x @ (weights.embedding.T if weights.head is None else weights.head)
     for first, end in unused:
         logits[:, first:end] = MASK_VALUE
@@ -384,12 +391,12 @@ def test_a_token_is_the_likeliest_where_no_logit_is_higher(layout, vocab_size, c
     by_token = P((*mesh.dp, *mesh.sequence))
 
     def local(weights, x, tokens):
-        found = is_argmax(weights, x, tokens, config, mesh).astype(jnp.int32)
+        found = is_argmax(weights, x, tokens, model).astype(jnp.int32)
         return jax.lax.pmax(
             found, tuple(a for a in mesh.axes if a not in (*mesh.dp, *mesh.sequence))
         )
 
-    run = on_mesh(local, mesh, (specs(config, mesh), by_token, by_token), by_token)
+    run = on_mesh(local, mesh, (specs(model), by_token, by_token), by_token)
     found = np.asarray(run(weights, batch.x, tokens)).astype(bool)
     np.testing.assert_array_equal(found, tokens == best)
     assert not found.all() and found.sum() >= 2 * TOKENS // 3

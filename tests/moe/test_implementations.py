@@ -10,7 +10,7 @@ from programs import mesh_of
 from whole_network import loss_and_gradient
 
 from moe.architecture.feed_forward import ClampedSwiGLU
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.execution import Execution
 from moe.implementations import (
     DEFAULTS,
@@ -45,7 +45,7 @@ class Gpu(NamedTuple):
 
 @pytest.fixture
 def on(monkeypatch):
-    """Mesh of GPUs of a capability; those of an abstract mesh are this process's."""
+    """Mesh of GPUs of a capability; an abstract mesh has this process's."""
 
     def on(capability, layout=""):
         monkeypatch.setattr(choice, "capability", lambda: capability)
@@ -56,7 +56,7 @@ def on(monkeypatch):
 
 
 def names(config, mesh):
-    return {field: selected_implementation(config, field, mesh) for field in DEFAULTS}
+    return {field: selected_implementation(Model(config, mesh), field) for field in DEFAULTS}
 
 
 PLAIN = {
@@ -67,11 +67,10 @@ PLAIN = {
 }
 
 
-def test_hopper_has_kernels_and_others_have_what_they_can_run(on):
+def test_defaults_by_device(on):
     assert names(SERVED, fold_abstract(Layout(), None)) == dict.fromkeys(DEFAULTS)
     assert names(SERVED, fold_abstract(Layout(), "tpu")) == PLAIN | {"experts": "blocks"}
-    for mesh in (fold_abstract(Layout(), "cpu"), None):
-        assert names(SERVED, mesh) == PLAIN | {"experts": "tiles"}
+    assert names(SERVED, fold_abstract(Layout(), "cpu")) == PLAIN | {"experts": "tiles"}
     kernels = dict.fromkeys(DEFAULTS, "mosaic")
     assert names(SERVED, on(9.0)) == kernels | {"attention": "cudnn"}
     assert names(SERVED, on(0.0)) == PLAIN
@@ -80,7 +79,7 @@ def test_hopper_has_kernels_and_others_have_what_they_can_run(on):
 
 
 def test_devices_of_a_mesh_are_asked_and_not_this_process(monkeypatch):
-    """As where a program is compiled for GPUs that are not here."""
+    """For a program that is compiled for absent GPUs."""
     mesh = mesh_of("dp2")
     monkeypatch.setattr(choice, "_mesh_devices", lambda mesh: (Gpu("9.0"), Gpu("10.0")))
     assert devices_of(mesh) == Devices("cpu", 0.0)
@@ -91,13 +90,13 @@ def test_devices_of_a_mesh_are_asked_and_not_this_process(monkeypatch):
 
 def test_every_field_has_a_row_for_any_devices(on):
     odd = replace(SERVED, dtype="float32", d_model=96, num_experts=12, head_dim=32)
-    for mesh in (None, *(fold_abstract(Layout(), name) for name in ("cpu", "tpu")), on(9.0)):
+    for mesh in (*(fold_abstract(Layout(), name) for name in ("cpu", "tpu")), on(9.0)):
         for field in DEFAULTS:
-            selected = select(odd, field, mesh)
+            selected = select(Model(odd, mesh), field)
             assert selected.name not in ("cudnn", "mosaic")
             assert selected.explanation.startswith(f"{selected.name} (")
-    assert select(SERVED, "experts", fold_abstract(Layout(), "cpu")).name == "tiles"
-    assert select(SERVED, "experts", fold_abstract(Layout(), "tpu")).name == "blocks"
+    assert select(Model(SERVED, fold_abstract(Layout(), "cpu")), "experts").name == "tiles"
+    assert select(Model(SERVED, fold_abstract(Layout(), "tpu")), "experts").name == "blocks"
 
 
 def test_a_name_that_is_given_stays(on):
@@ -105,7 +104,7 @@ def test_a_name_that_is_given_stays(on):
     given |= {"decode_attention": "plain"}
     config = replace(SERVED, execution=Execution(**given))
     assert names(config, on(9.0)) == given
-    assert explain_selections(config, on(9.0)) == []
+    assert explain_selections(Model(config, on(9.0))) == []
 
 
 @pytest.mark.parametrize(
@@ -121,29 +120,27 @@ def test_a_name_that_is_given_stays(on):
         ("decode_attention", {"head_dim": 320}, "", "heads of 320 elements (needs"),
     ],
 )
-def test_what_a_kernel_cannot_serve_is_left_to_others_and_said(
-    on, field, changed, layout, obstacle
-):
+def test_default_names_obstacle_of_kernel(on, field, changed, layout, obstacle):
     config = replace(SERVED, **changed)
-    assert explain_selection(config, field) is None
-    mesh = on(9.0, layout)
-    assert selected_implementation(config, field, mesh) == PLAIN[field]
-    explanation = explain_selection(config, field, mesh)
+    assert explain_selection(Model(config, fold_abstract(Layout(), "cpu")), field) is None
+    model = Model(config, on(9.0, layout))
+    assert selected_implementation(model, field) == PLAIN[field]
+    explanation = explain_selection(model, field)
     assert explanation is not None
     assert explanation.startswith(f"{PLAIN[field]} (")
     assert f"not mosaic: {obstacle}" in explanation
-    assert f"{field} {explanation}" in explain_selections(config, mesh)
-    assert "H200" in (explain_selection(SERVED, "experts", on(9.0)) or "")
+    assert f"{field} {explanation}" in explain_selections(model)
+    assert "H200" in (explain_selection(Model(SERVED, on(9.0)), "experts") or "")
 
 
 def test_a_network_without_experts_has_no_line_for_them(on):
-    lines = explain_selections(replace(SERVED, num_experts=0, d_ff=64), on(9.0))
+    lines = explain_selections(Model(replace(SERVED, num_experts=0, d_ff=64), on(9.0)))
     assert [line.split()[0] for line in lines] == ["attention", "decode_attention"]
 
 
 @pytest.mark.slow
 def test_the_kernels_that_are_chosen_serve_experts_with_biases_and_other_activations(on):
-    """Forward and backward are lowered for CUDA without a refusal."""
+    """Forward and backward can be lowered for CUDA."""
     mesh = on(9.0)
     wide = {"expert_bias": True, "activation": ClampedSwiGLU(alpha=1.702, limit=7.0)}
     for config in (SERVED, replace(SERVED, **wide)):

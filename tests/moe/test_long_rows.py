@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from programs import array_sizes, most_bytes
 
 from moe import model
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.execution import Execution
 from moe.placement import specs
 from moe.tokens.packing import pack_rows, pack_segments, pack_shared_prompts
@@ -43,14 +43,16 @@ CASES = [
 def gradient_traced(pack, shape, config, mesh):
     """The program of a scalar and its gradient by all weights, traced."""
 
+    network = Model(config, mesh)
+
     def local(weights, tokens):
         def loss(weights):
-            x, _ = model.run(weights, pack(tokens), config, mesh)
+            x, _ = model.run(weights, pack(tokens), network)
             return jax.lax.psum(jnp.sum(vary(x.astype(jnp.float32), mesh.axes)), mesh.axes)
 
         return jax.value_and_grad(loss)(weights)
 
-    spec = specs(config, mesh)
+    spec = specs(network)
     step = jax.shard_map(local, mesh=mesh.mesh, in_specs=(spec, P()), out_specs=(P(), spec))
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
     return jax.jit(step).trace(shapes(config), tokens).jaxpr.jaxpr
@@ -62,10 +64,11 @@ def test_no_array_is_as_large_as_queries_times_keys(kind, layout, context):
     attention = None if context == "ring" else "blocked"
     config = replace(CONFIG, execution=Execution(context=context, attention=attention))
     mesh = fold_abstract(Layout.parse(layout))
+    network = Model(config, mesh)
     pack = {
-        "rows": lambda t: pack_rows(t, t > 0, mesh, config),
-        "shared prompts": lambda t: pack_shared_prompts(t, t > 0, TIME // 4, 2, mesh, config),
-        "packed": lambda t: pack_segments(t, t, 2 * TIME, mesh, config),
+        "rows": lambda t: pack_rows(t, t > 0, network),
+        "shared prompts": lambda t: pack_shared_prompts(t, t > 0, TIME // 4, 2, network),
+        "packed": lambda t: pack_segments(t, t, 2 * TIME, network),
     }[kind]
 
     program = gradient_traced(pack, (2, TIME), config, mesh)
@@ -99,7 +102,7 @@ WAYS = [
 def test_a_layer_of_experts_takes_memory_linear_in_tokens(remat, context, dispatch):
     """Attention, norms and experts, both passes, on a device that has an eighth of 131,072 tokens:
     as the program is written, before a compiler fuses anything."""
-    # A platform, as without one the forms of all of them are traced.
+    # With no platform the forms of all platforms are traced.
     mesh = fold_abstract(Layout.parse("cp8 / ep8"), "tpu")
     config = replace(
         QWEN3,
@@ -114,7 +117,7 @@ def test_a_layer_of_experts_takes_memory_linear_in_tokens(remat, context, dispat
 
     def most(time):
         def pack(tokens):
-            return pack_rows(tokens, tokens >= 0, mesh, config)
+            return pack_rows(tokens, tokens >= 0, Model(config, mesh))
 
         program = gradient_traced(pack, (1, time), config, mesh)
         (body,) = (e.params["jaxpr"] for e in program.eqns if e.primitive.name == "shard_map")

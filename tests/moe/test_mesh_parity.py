@@ -19,6 +19,7 @@ from tiers import full_but
 
 from moe import model
 from moe.attention.context_parallel import CRASHING_JAX
+from moe.config import Model
 from moe.execution import Execution
 from moe.placement import specs
 from moe.router.balance import router_loss
@@ -67,16 +68,17 @@ def test_equals_one_device(name, layout):
 def test_micro_batches_of_a_batch_add_up():
     """Router losses and sums of micro-batches, with the token count of the whole, add up to it."""
     mesh = mesh_of("tp2 dp2 / ep4")
+    network = Model(MOE, mesh)
     tokens, valid = batch()
     num_tokens = np.sum(valid, dtype=np.int32)
 
     def local(weights, tokens, valid):
-        _, stats = model.hidden(weights, tokens, valid, MOE, mesh)
-        router = router_loss(stats, MOE, mesh, jnp.asarray(num_tokens))
+        _, stats = model.hidden(weights, tokens, valid, network)
+        router = router_loss(stats, network, jnp.asarray(num_tokens))
         return all_sum(router, mesh.except_sequence), all_sum(stats, mesh.axes)
 
     by_row = P(mesh.dp)
-    step = on_mesh(local, mesh, (specs(MOE, mesh), by_row, by_row), (P(), P()))
+    step = on_mesh(local, mesh, (specs(network), by_row, by_row), (P(), P()))
     weights = random_weights(MOE, 0)
     whole, whole_stats = jax.device_get(step(weights, tokens, valid))
     # The micro-batches are the short rows and the long ones, so that they differ in tokens.
@@ -142,13 +144,14 @@ CLAIMS = [
 def test_collectives_of_one_layer_are_those_claimed(name, dispatch, layout, expected):
     config = replace(CONFIGS[name], num_layers=1, execution=Execution(dispatch=dispatch))
     mesh = mesh_of(layout)
+    network = Model(config, mesh)
     by_row = P(mesh.dp)
 
     def local(weights, tokens, valid):
-        x, stats = model.hidden(weights, tokens, valid, config, mesh)
+        x, stats = model.hidden(weights, tokens, valid, network)
         # What a device counts is a scalar; laid end to end it needs a dimension.
         return x, jax.tree.map(jnp.atleast_1d, stats)
 
-    step = on_mesh(local, mesh, (specs(config, mesh), by_row, by_row), P(mesh.axes))
+    step = on_mesh(local, mesh, (specs(network), by_row, by_row), P(mesh.axes))
     text = step.lower(random_weights(config, 0), *batch()).compile().as_text()
     assert Counter(re.findall(COLLECTIVE, text)) == expected

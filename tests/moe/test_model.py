@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh, random_weights
 
 from moe import model
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.execution import Execution
 from moe.head import logits_of, value_of
 from moe.layers.depth import split_layer_groups
@@ -48,10 +48,11 @@ TIME = 6
 @partial(jit, static_argnums=0)
 def hidden(config, weights, tokens, valid):
     """Hidden states ``[batch, time, d_model]``."""
+    network = Model(config, MESH)
     step = jax.shard_map(
-        lambda w, t, v: model.hidden(w, t, v, config, MESH)[0],
+        lambda w, t, v: model.hidden(w, t, v, network)[0],
         mesh=MESH.mesh,
-        in_specs=(specs(config, MESH), P(), P()),
+        in_specs=(specs(network), P(), P()),
         out_specs=P(MESH.axes),
     )
     return step(weights, tokens, valid).reshape(*tokens.shape, -1)
@@ -119,7 +120,7 @@ def test_logits_are_products_with_the_head(head):
     x = np.random.default_rng(0).normal(size=(3, CONFIG.d_model)).astype(np.float32)
     matrix = weights.embedding.T if head == "tied" else weights.head
     expected = x.astype(np.float64) @ np.asarray(matrix, np.float64)
-    logits = jit(lambda weights, x: logits_of(weights, x, config, MESH))
+    logits = jit(lambda weights, x: logits_of(weights, x, Model(config, MESH)))
     np.testing.assert_allclose(logits(weights, x), expected, atol=5e-6)
     assert jax.eval_shape(logits, weights, x.astype(jnp.bfloat16)).dtype == jnp.float32
 
@@ -159,15 +160,16 @@ def test_half_precision_stays_close():
 
 
 def test_heads_are_not_mistaken_for_each_other():
+    network = Model(CONFIG, MESH)
     weights = random_weights(CONFIG, 1)
     x = jnp.zeros((1, CONFIG.d_model), jnp.float32)
     with pytest.raises(ValueError, match=r'head="value" has no logits: this is a critic'):
-        logits_of(weights, x, CONFIG.as_critic(), MESH)
+        logits_of(weights, x, Model(CONFIG.as_critic(), MESH))
     with pytest.raises(ValueError, match=r"head='untied' has no values"):
         on_mesh(
-            lambda w, t, v: model.values(w, t, v, CONFIG, MESH)[0],
+            lambda w, t, v: model.values(w, t, v, network)[0],
             MESH,
-            (specs(CONFIG, MESH), P(), P()),
+            (specs(network), P(), P()),
             P(MESH.axes),
         )(weights, np.zeros((1, 2), np.int32), np.ones((1, 2), bool))
 
@@ -184,7 +186,7 @@ def test_layouts_it_does_not_run_on(layout, message):
     tokens, valid = np.zeros((2, 5), np.int32), np.ones((2, 5), bool)
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(
-            lambda w, t, v: model.hidden(w, t, v, CONFIG, mesh),
+            lambda w, t, v: model.hidden(w, t, v, Model(CONFIG, mesh)),
             *(random_weights(CONFIG, 1), tokens, valid),
         )
 
@@ -211,7 +213,7 @@ def test_router_loss_is_a_mean_over_tokens_and_layers():
     )
 
     def loss(num_tokens, stats):
-        program = on_mesh(lambda s, n: router_loss(s, config, MESH, n), MESH, P(), P())
+        program = on_mesh(lambda s, n: router_loss(s, Model(config, MESH), n), MESH, P(), P())
         return program(stats, np.int32(num_tokens))
 
     # 0.5 * 21 + 0.25 * 35 + 2 * 14 + 0.125 * 28, over 7 tokens and 2 layers.
@@ -225,6 +227,7 @@ def test_router_loss_is_a_mean_over_tokens_and_layers():
 @pytest.mark.parametrize("layout", ["dp1", "tp2 dp2 / ep2 etp2"])
 def test_replayed_choices_are_used_with_current_scores(layout):
     mesh, config = mesh_of(layout), replace(TWO, num_experts=6, d_expert=8, d_ff=4)
+    network = Model(config, mesh)
     tokens = np.stack([one_sequence(seed) for seed in range(4)])
     valid = np.ones((4, TIME), bool)
     valid[1, 0] = False
@@ -232,13 +235,13 @@ def test_replayed_choices_are_used_with_current_scores(layout):
     rest = tuple(axis for axis in mesh.axes if axis not in (*mesh.dp, *mesh.sequence))
 
     def choices(weights, tokens, valid):
-        return model.routing_choices(weights, tokens, valid, config, mesh)[None]
+        return model.routing_choices(weights, tokens, valid, network)[None]
 
     def output(weights, tokens, valid, replay):
-        x, stats = model.hidden(weights, tokens, valid, config, mesh, replay)
+        x, stats = model.hidden(weights, tokens, valid, network, replay)
         return x, all_sum(stats.load, mesh.axes)
 
-    spec = specs(config, mesh)
+    spec = specs(network)
     record = on_mesh(choices, mesh, (spec, rows, rows), P(rest, *by_layer))
     free = on_mesh(
         lambda w, t, v: output(w, t, v, None), mesh, (spec, rows, rows), (P(mesh.axes), P())
@@ -260,14 +263,15 @@ def test_replayed_choices_are_used_with_current_scores(layout):
 @pytest.mark.slow
 def test_dropped_choices_are_counted_and_the_network_goes_on():
     config = replace(TWO, capacity_factor=0.5)
+    network = Model(config, MESH)
     tokens = np.stack([one_sequence(seed) for seed in range(2)])
     valid = np.ones((2, TIME), bool)
 
     def local(weights, tokens, valid):
-        x, stats = model.hidden(weights, tokens, valid, config, MESH)
+        x, stats = model.hidden(weights, tokens, valid, network)
         return x, jax.tree.map(jnp.atleast_1d, stats)
 
-    step = on_mesh(local, MESH, (specs(config, MESH), P(), P()), P(MESH.axes))
+    step = on_mesh(local, MESH, (specs(network), P(), P()), P(MESH.axes))
     x, stats = jax.device_get(step(random_weights(config, 1), tokens, valid))
     # Twelve tokens, three choices, five experts, half of it: four rows an expert, in two layers.
     kept = np.minimum(stats.load, 4).sum()
@@ -280,7 +284,10 @@ def test_no_router_has_no_choices():
     config = replace(CONFIG, num_experts=0)
     with pytest.raises(ValueError, match="num_experts=0 has no router"):
         model.routing_choices(
-            random_weights(config, 1), jnp.zeros((2, 4), int), jnp.ones((2, 4), bool), config, MESH
+            random_weights(config, 1),
+            jnp.zeros((2, 4), int),
+            jnp.ones((2, 4), bool),
+            Model(config, MESH),
         )
 
 
@@ -292,9 +299,9 @@ def test_a_router_that_is_asked_for_by_name_is_a_kernel():
     for router, kernels in ((None, 0), ("mosaic", 1)):
         config = replace(eight, execution=Execution(router=router))
         step = jax.shard_map(
-            lambda w, t, config=config: model.hidden(w, t, t < 99, config, MESH)[0],
+            lambda w, t, config=config: model.hidden(w, t, t < 99, Model(config, MESH))[0],
             mesh=MESH.mesh,
-            in_specs=(specs(config, MESH), P()),
+            in_specs=(specs(Model(config, MESH)), P()),
             out_specs=P(MESH.axes),
         )
         exported = jax.export.export(jax.jit(step), platforms=["cuda"])
@@ -319,9 +326,10 @@ def test_the_router_and_the_value_head_are_not_rounded_to_a_shorter_float(dtype)
     x = np.ones((12, config.d_model), jnp.dtype(config.dtype))
 
     def routed(experts, x):
-        packed = pack_rows(jnp.zeros((2, 6), int), jnp.ones((2, 6), bool), MESH)
-        routing, stats = route(experts, x, packed, config, MESH)
-        loss = router_loss(stats, config, MESH, jnp.asarray(12))
+        model = Model(config, MESH)
+        packed = pack_rows(jnp.zeros((2, 6), int), jnp.ones((2, 6), bool), model)
+        routing, stats = route(experts, x, packed, model)
+        loss = router_loss(stats, model, jnp.asarray(12))
         return jnp.sum(routing.probs) + loss + stats.entropy
 
     def valued(weights, x):
@@ -357,16 +365,17 @@ def test_the_shared_expert_waits_for_no_token_that_travels_nor_these_for_it():
     execution = Execution(dispatch="all_to_all", experts="plain")
     config = replace(CONFIG, num_experts=8, d_expert=8, d_ff=4, execution=execution)
     mesh = mesh_of("tp2 dp2 / ep4")
+    network = Model(config, mesh)
     tokens = np.zeros((2, TIME), np.int32)
 
     def local(weights, tokens):
         def loss(weights):
-            x, _ = model.hidden(weights, tokens, tokens == 0, config, mesh)
+            x, _ = model.hidden(weights, tokens, tokens == 0, network)
             return all_sum(jnp.sum(jnp.sin(x)), mesh.axes)
 
         return jax.grad(loss)(weights)
 
-    spec = specs(config, mesh)
+    spec = specs(network)
     step = on_mesh(local, mesh, (spec, P(mesh.dp)), spec)
     graph = Graph.of(step.lower(random_weights(config, 0), tokens).compile().as_text())
     products = [(x, scope) for x, scope in graph.products() if "dense_expert" in scope]

@@ -16,7 +16,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding
 from whole_network import loss_and_gradient
 
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.placement import in_chunks, specs
 from moe.weights import num_parameters, shapes
 from sharding.folding import Layout, fold_abstract
@@ -60,7 +60,7 @@ MODELS = {
         shared_expert_gate=True,
     ),
 }
-# Model, devices, layout, how its tokens travel where that is traced: over links that are all alike,
+# Model, devices, layout, and how tokens travel if that is traced: over links that are all alike,
 # bfloat16 rows that are sent back are less than the float32 sums of a gather.
 MAPPINGS = [
     ("Mixtral-8x22B", 128, "tp2 dp8 pp8 / ep8", "all_to_all"),
@@ -98,14 +98,14 @@ def test_the_models_are_as_large_as_their_names_say(model, billions):
 
 
 @pytest.mark.parametrize(("model", "devices", "layout"), [case[:3] for case in MAPPINGS])
-def test_what_a_device_holds(model, devices, layout):
+def test_published_weights_per_device(model, devices, layout):
     config, sizes = MODELS[model], Layout.parse(layout)
     assert sizes.num_devices == devices
     mesh = fold_abstract(sizes)
     local = jax.tree.map(
         lambda whole, spec: NamedSharding(mesh.mesh, spec).shard_shape(whole.shape),
         shapes(config),
-        specs(config, mesh),
+        specs(Model(config, mesh)),
     )
     layers, d_model = config.num_layers // sizes.pp, config.d_model
     heads, kv_heads = config.num_heads // sizes.tp, config.num_kv_heads // sizes.tp
@@ -124,7 +124,7 @@ def test_what_a_device_holds(model, devices, layout):
 
 
 def equations(jaxpr):
-    """Every equation of a traced program, those of the programs inside it included."""
+    """Every equation of a traced program and of the programs inside it."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in jax.tree.leaves(
@@ -171,7 +171,7 @@ def atoms(mesh, *logical):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout", "how"), TRACED)
-def test_what_is_sent_over_which_axes(model, layout, how):
+def test_published_transfers_by_axis(model, layout, how):
     mesh, config, found = sent(model, layout)
     expected = {
         ("all_gather", ("tp",)),
@@ -215,7 +215,7 @@ def test_gradients_are_summed_over_the_groups_of_the_reference(model, layout):
     local = jax.tree.map(
         lambda whole, spec: NamedSharding(mesh.mesh, spec).shard_shape(whole.shape),
         shapes(config),
-        specs(config, mesh),
+        specs(Model(config, mesh)),
     )
     attention, experts = local.layers.attention, local.layers.experts
 

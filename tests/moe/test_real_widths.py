@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe import model
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.counts import sizes_of
 from moe.execution import Execution
 from moe.placement import specs
@@ -48,16 +48,18 @@ def kept(num_layers, execution):
 def kept_on(layout, shape, config):
     mesh, found = fold_abstract(Layout.parse(layout)), []
 
+    network = Model(config, mesh)
+
     def local(weights, tokens):
         def loss(weights):
-            x, _ = model.hidden(weights, tokens, jnp.ones(tokens.shape, bool), config, mesh)
+            x, _ = model.hidden(weights, tokens, jnp.ones(tokens.shape, bool), network)
             return jnp.sum(x.astype(jnp.float32))
 
         value, pull = jax.vjp(loss, weights)
         found.append(Counter((x.shape, x.dtype) for x in jax.tree.leaves(pull)))
         return all_sum(value, mesh.axes)
 
-    spec = specs(config, mesh)
+    spec = specs(network)
     on_devices = jax.shard_map(local, mesh=mesh.mesh, in_specs=(spec, P(mesh.dp)), out_specs=P())
     jax.eval_shape(on_devices, shapes(config), jax.ShapeDtypeStruct(shape, jnp.int32))
     return found[-1]
@@ -75,7 +77,9 @@ def bytes_beside_weights(layout, config, kept):
     held = {
         NamedSharding(mesh.mesh, spec).shard_shape(weight.shape)[1:]
         for weight, spec in zip(
-            jax.tree.leaves(shapes(config)), jax.tree.leaves(specs(config, mesh)), strict=True
+            jax.tree.leaves(shapes(config)),
+            jax.tree.leaves(specs(Model(config, mesh))),
+            strict=True,
         )
     }
     return sum(

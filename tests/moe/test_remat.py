@@ -17,7 +17,7 @@ from programs import jit, mesh_of, on_mesh, random_weights
 from whole_network import loss_and_gradient
 
 from moe import model
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.execution import Execution
 from moe.placement import in_chunks, specs
 from moe.remat import POLICIES, SAVED_BEFORE_NORMS, rematerialise, save_only_named
@@ -47,9 +47,10 @@ LAYOUT = "tp2 cp2 dp2 / ep4 etp2"
 
 def loss(weights, tokens, config, mesh):
     """A scalar that every weight reaches."""
+    network = Model(config, mesh)
     valid = jnp.ones(tokens.shape, bool)
-    logits, stats = model.next_token_logits(weights, tokens, valid, config, mesh)
-    router = router_loss(stats, config, mesh, jnp.asarray(BATCH * TIME))
+    logits, stats = model.next_token_logits(weights, tokens, valid, network)
+    router = router_loss(stats, network, jnp.asarray(BATCH * TIME))
     own = all_sum(jnp.sum(jax.nn.log_softmax(logits)[:, 0]), mesh.sequence)
     return all_sum(own / (BATCH * TIME) + router, mesh.except_sequence)
 
@@ -66,7 +67,7 @@ def given(config):
 @functools.cache
 def lowered(remat):
     mesh, config = mesh_of(LAYOUT), configured(remat)
-    spec = specs(config, mesh)
+    spec = specs(Model(config, mesh))
     step = on_mesh(
         lambda weights, tokens: jax.value_and_grad(loss)(weights, tokens, config, mesh),
         mesh,
@@ -148,7 +149,7 @@ def kept_bytes(remat):
         sizes.append(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull)))
         return value
 
-    in_specs = specs(config, mesh), P(mesh.dp)
+    in_specs = specs(Model(config, mesh)), P(mesh.dp)
     on_device = jax.shard_map(local, mesh=mesh.mesh, in_specs=in_specs, out_specs=P())
     jax.eval_shape(on_device, *given(config))
     return sizes[-1]
@@ -208,9 +209,11 @@ def of_one_block(wrapped):
     gradient that comes in among its inputs."""
     mesh, config = mesh_of(LAYOUT), replace(configured("none"), num_layers=1)
 
+    network = Model(config, mesh)
+
     def local(weights, x, slope):
         tokens = jnp.zeros((BATCH // mesh.layout.dp, TIME), int)
-        packed = pack_rows(tokens, tokens == 0, mesh, config)
+        packed = pack_rows(tokens, tokens == 0, network)
 
         def run(layer, x):
             core = packed.core_attention_of_layer(0)
@@ -224,7 +227,7 @@ def of_one_block(wrapped):
     sharded = jax.shard_map(
         local,
         mesh=mesh.mesh,
-        in_specs=(specs(config, mesh), given, given),
+        in_specs=(specs(network), given, given),
         out_specs=(given, given),
     )
     rows = np.zeros((BATCH * TIME, CONFIG.d_model), np.float32)

@@ -77,7 +77,7 @@ def kept(run):
     return sorted(leaf.shape for leaf in jax.tree.leaves(pull))
 
 
-def test_what_is_named_and_needed_is_kept():
+def test_save_only_named_keeps_needed_names():
     arguments = [(TOKENS, WIDTH), (WIDTH,), (WIDTH, WIDTH)]
     assert kept(repeated(names=())) == arguments
     assert kept(repeated()) == [(TOKENS, WIDTH), *arguments]

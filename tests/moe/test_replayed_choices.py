@@ -87,7 +87,7 @@ def test_the_experts_on_record_get_the_tokens():
         np.bincount(layer[valid].ravel(), minlength=8) for layer in np.moveaxis(chosen, 2, 0)
     ]
     own = stats.load - np.stack(on_record)
-    # The token without a record chose three experts in each layer.
+    # The token that has no record chose three experts in each layer.
     assert own.min() == 0 and own.max() == 1
     np.testing.assert_array_equal(own.sum(axis=1), 3)
     layers = config.num_expert_layers

@@ -13,6 +13,7 @@ from programs import mesh_of, random_weights
 from small_networks import ROUTED
 
 from moe import model, stages
+from moe.config import Model
 from moe.execution import Execution
 from moe.placement import in_chunks, specs
 from moe.tokens.packing import pack_rows
@@ -24,7 +25,7 @@ ROWS, TIME = 2, 6
 
 
 def packed(tokens, config, mesh):
-    return pack_rows(tokens, tokens < ROUTED.vocab_size, mesh, config)
+    return pack_rows(tokens, tokens < ROUTED.vocab_size, Model(config, mesh))
 
 
 def scans(jaxpr):
@@ -43,6 +44,8 @@ def carried(layout, remat, number, scan_layers=False, num_layers=ROUTED.num_laye
     execution = Execution(remat=remat, scan_layers=scan_layers)
     config = replace(ROUTED, num_layers=num_layers, execution=execution)
 
+    network = Model(config, mesh)
+
     def local(weights, tokens):
         loss, *_ = stages.gradients(
             vary(weights, mesh.axes),
@@ -52,12 +55,11 @@ def carried(layout, remat, number, scan_layers=False, num_layers=ROUTED.num_laye
                 lambda weights, x, tokens: (jnp.sum(x), {}),
                 tokens.size,
             ),
-            config,
-            mesh,
+            network,
         )
         return all_sum(loss, mesh.axes)
 
-    spec = specs(config, mesh)
+    spec = specs(network)
     on_mesh = jax.shard_map(local, mesh=mesh.mesh, in_specs=(spec, P(None, mesh.dp)), out_specs=P())
     weights = in_chunks(random_weights(config, 0), mesh)
     tokens = np.zeros((number, ROWS * mesh.layout.dp, TIME), np.int32)
@@ -75,12 +77,14 @@ def kept_without_a_pipeline(layers, remat, scan_layers=False):
     execution = Execution(remat=remat, scan_layers=scan_layers)
     config = replace(ROUTED, num_layers=layers, execution=execution)
 
+    network = Model(config, mesh)
+
     def local(weights, tokens):
         own = weights.layers
         x = vary(jnp.ones((tokens.size, config.d_model)), mesh.axes)
 
         def run(own, x):
-            x, stats, _ = model.blocks(own, x, packed(tokens, config, mesh), config, mesh)
+            x, stats, _ = model.blocks(own, x, packed(tokens, config, mesh), network)
             return x, stats
 
         x, pull, _ = jax.vjp(run, own, x, has_aux=True)
@@ -93,7 +97,7 @@ def kept_without_a_pipeline(layers, remat, scan_layers=False):
         return all_sum(jnp.sum(x), mesh.axes)
 
     on_mesh = jax.shard_map(
-        local, mesh=mesh.mesh, in_specs=(specs(config, mesh), P(mesh.dp)), out_specs=P()
+        local, mesh=mesh.mesh, in_specs=(specs(network), P(mesh.dp)), out_specs=P()
     )
     jax.eval_shape(on_mesh, random_weights(config, 0), np.zeros((ROWS, TIME), np.int32))
     return sizes[0]
@@ -107,7 +111,7 @@ KEPT = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("remat", "scan_layers"), KEPT)
-def test_what_is_kept_of_a_chunk_is_what_a_device_alone_keeps(remat, scan_layers):
+def test_stage_residuals_equal_one_device(remat, scan_layers):
     of_one = carried("pp2", remat, 2, scan_layers) - carried("pp2", remat, 1, scan_layers)
     alone = kept_without_a_pipeline(ROUTED.num_layers // 2, remat, scan_layers)
     # Constants that cost nothing are made again; of the embedding a stage keeps a few numbers per

@@ -18,6 +18,7 @@ from whole_network import loss_and_gradient, replay_of, token_loss
 
 from jrl.trainer.learner.accumulation import accumulate_with_overlapped_reduction
 from moe import model
+from moe.config import Model
 from moe.execution import Execution
 from moe.placement import in_chunks, in_layer_order, shard_dims, shard_specs, specs
 from moe.router.balance import router_loss
@@ -32,19 +33,20 @@ BATCH, TIME = 8, 8
 def on_their_way(config, mesh):
     """`loss_and_gradient` with two micro-batches on a device, the last of which sums each layer's
     gradient over devices when it has left the layer."""
-    cuts = shard_dims(config, mesh)
+    network = Model(config, mesh)
+    cuts = shard_dims(network)
     alone = jax.tree.map(lambda _: False, cuts)
-    reductions = jax.tree.map(partial(Reduction, mesh), specs(config, mesh), cuts, alone)
+    reductions = jax.tree.map(partial(Reduction, mesh), specs(network), cuts, alone)
 
     def local(weights, piece):
         num_tokens = all_sum(jnp.sum(piece[1].astype(jnp.int32)), mesh.dp)
 
         def loss_of(own, piece):
             piece = vary(piece, mesh.except_sequence)
-            packed = pack_rows(*piece[:2], mesh, config, replay_of(piece))
-            x, stats = model.run(own, packed, config, mesh)
+            packed = pack_rows(*piece[:2], network, replay_of(piece))
+            x, stats = model.run(own, packed, network)
             total = token_loss(own, x, piece, num_tokens, config, mesh)
-            total = total + router_loss(stats, config, mesh, num_tokens)
+            total = total + router_loss(stats, network, num_tokens)
             return all_sum(total, mesh.except_sequence), all_sum(stats, mesh.axes)
 
         pieces = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), piece)
@@ -55,8 +57,8 @@ def on_their_way(config, mesh):
     return jax.shard_map(
         local,
         mesh=mesh.mesh,
-        in_specs=(specs(config, mesh), P(mesh.dp)),
-        out_specs=((P(), P()), shard_specs(config, mesh)),
+        in_specs=(specs(network), P(mesh.dp)),
+        out_specs=((P(), P()), shard_specs(network)),
     )
 
 

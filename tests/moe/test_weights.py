@@ -12,7 +12,7 @@ from programs import jit
 from tiers import full_but
 
 from moe import weights as moe_weights
-from moe.config import ModelConfig, MultiHeadLatentAttention
+from moe.config import Model, ModelConfig, MultiHeadLatentAttention
 from moe.placement import shardings
 from moe.weights import (
     Weight,
@@ -157,11 +157,11 @@ def test_initial_values_depend_on_the_key_only():
     placed = jit(
         lambda key: jax.tree.leaves(initialise(ROUTED, key)),
         out_shardings=jax.tree.leaves(
-            shardings(ROUTED, fold(Layout(tp=4, dp=2), jax.devices()[:8]))
+            shardings(Model(ROUTED, fold(Layout(tp=4, dp=2), jax.devices()[:8])))
         ),
     )(jax.random.key(0))
     # The inverse error function may be vectorised otherwise, and what it is given be scaled by
-    # one rounding or two: a few units in the last place, near zero in that of 1.
+    # one rounding or two: a few units in the last place, near zero in the last place of 1.
     chex.assert_trees_all_close(placed, jax.tree.leaves(first), rtol=2e-6, atol=5e-8)
 
 

@@ -149,7 +149,7 @@ def scored(decoder: Asked, rollout: Batch[np.ndarray]) -> list[np.ndarray]:
     rows = P(mesh.dp)
     step = jax.jit(
         jax.shard_map(
-            local, mesh=mesh.mesh, in_specs=(specs(config, mesh), rows, rows), out_specs=rows
+            local, mesh=mesh.mesh, in_specs=(specs(decoder.model), rows, rows), out_specs=rows
         ),
         compiler_options=FAST_COMPILE,
     )

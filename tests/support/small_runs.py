@@ -26,7 +26,7 @@ from jrl.trainer.loop import Outcome, train
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.state import TrainState, init_state, init_weights
 from jrl.trainer.step import RolloutStepResult, train_step
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.weights import Transformer
 from sharding.folding import Layout, fold
 
@@ -127,7 +127,7 @@ def small_setup(recipe=None, run: RunConfig | None = None, **changes) -> Setup:
 
 def fresh_weights(setup: Setup) -> Transformer[jax.Array]:
     """The policy that a run begins with."""
-    return init_weights(setup.model, setup.mesh, setup.randomness.key("weights"))
+    return init_weights(Model(setup.model, setup.mesh), setup.randomness.key("weights"))
 
 
 def fresh_state(setup: Setup, weights: Transformer[jax.Array]) -> TrainState[jax.Array]:

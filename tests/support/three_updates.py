@@ -13,6 +13,7 @@ from jrl.trainer.learner.metrics import PerUpdate
 from jrl.trainer.learner.update import update
 from moe import placement
 from moe import weights as moe_weights
+from moe.config import Model
 
 # Without the code generator's optimisations a compilation takes half the time.
 FAST_COMPILE: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
@@ -26,7 +27,7 @@ def random_weights(setup, config):
         moe_weights.shapes(config),
     )
     weights = placement.in_chunks(weights, setup.mesh)
-    return jax.device_put(weights, placement.shardings(config, setup.mesh))
+    return jax.device_put(weights, placement.shardings(Model(config, setup.mesh)))
 
 
 def gradient_of(learner, mesh, num_layers=None):

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe.cache import Cache, StepTokens, over_columns
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.decoding import decode_step
 from moe.disaggregated.placement import Placement
 from moe.disaggregated.runner import DecodeLoop, Runner
@@ -105,11 +105,13 @@ def one_side(
 def _one_side(config: ModelConfig):
     mesh = fold(Layout(), jax.devices()[:1])
 
+    model = Model(config, mesh)
+
     def local(weights, tokens, prompts, ends, known, noise):
         weights = vary(weights, mesh.axes)
         tokens, prompts, ends = vary((tokens, prompts, ends), mesh.except_sequence)
         known, noise = vary((known, noise), mesh.except_sequence)
-        ran = prefill(weights, tokens[:, :PROMPT], prompts, config, mesh, True)
+        ran = prefill(weights, tokens[:, :PROMPT], prompts, model, True)
         cache, layers = vary(with_room(ran.cache), mesh.axes), split_layer_groups(weights, config)
         rows = jnp.arange(tokens.shape[0])
 
@@ -118,7 +120,7 @@ def _one_side(config: ModelConfig):
             place = prompts + number
             token = jnp.where(known, tokens[rows, jnp.minimum(place, ROOM - 1)], token)
             inputs = StepTokens(token, place, place < ends)
-            logits, cache, choices = decode_step(layers, weights, cache, inputs, config, mesh, True)
+            logits, cache, choices = decode_step(layers, weights, cache, inputs, model, True)
             chosen = jnp.argmax(logits + noise[number], axis=-1).astype(token.dtype)
             return vary((cache, chosen), mesh.axes), (logits, choices)
 
@@ -130,7 +132,7 @@ def _one_side(config: ModelConfig):
     program = jax.shard_map(
         lambda *given: jax.tree.map(lambda x: vary(x, mesh.axes)[None], local(*given)),
         mesh=mesh.mesh,
-        in_specs=(specs(config, mesh), *[P()] * 5),
+        in_specs=(specs(model), *[P()] * 5),
         out_specs=over,
     )
     return jax.jit(program)

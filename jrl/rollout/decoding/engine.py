@@ -120,7 +120,7 @@ class Engine:
         self.mesh, self.ranks, self._policy = mesh, mesh.size(mesh.dp), policy
         # Tokens of a forward pass are sharded over ``tp``.
         self._unit, per_rank = mesh.size(mesh.tp), slots // self.ranks
-        self.max_length = cache_columns(max_length, config, mesh)
+        self.max_length = cache_columns(max_length, self.decoder.model)
         self._row_widths: Sequence[int] = ()
         # Packed rows support neither the states of Gated DeltaNet nor recorded expert ids.
         can_pack = isinstance(backend, MeshBackend) and config.delta is None

@@ -48,6 +48,7 @@ from jrl.rollout.resharding import rollout_policy
 from jrl.rollout.sampling import Sampling
 from moe.attention.rotary import rotary_tables
 from moe.cache import ROW, Cache, StepTokens, over_columns
+from moe.config import Model
 from moe.decoding import decode_step
 from moe.layers.depth import map_layer_groups, split_layer_groups
 from moe.model import Prefilled
@@ -147,7 +148,7 @@ def _compiled_unstack(decoder: Decoder, is_shared: tuple[bool, ...]) -> Any:
 
 
 def _policy_specs(decoder: Decoder) -> UnstackedPolicy[PartitionSpec]:
-    stacked = specs(decoder.config, decoder.mesh)
+    stacked = specs(decoder.model)
 
     # A single layer has no leading layer axis; a stack that is scanned keeps it.
     def layer_spec(spec: PartitionSpec, index: int | slice) -> PartitionSpec:
@@ -233,7 +234,7 @@ def _advance_local(
         tokens = jnp.take_along_axis(rows.tokens, last[:, None], axis=1)[:, 0]
         inputs = StepTokens(tokens, last, loop.live)
         logits, cache, choices = decode_step(
-            layers, rest, loop.cache, inputs, config, mesh, decoder.records_choices, rope
+            layers, rest, loop.cache, inputs, decoder.model, decoder.records_choices, rope
         )
         if rows.choices is not None:
             rows = replace(rows, choices=write_token(rows.choices, loop.live, last, choices))
@@ -324,7 +325,7 @@ class MeshBackend:
     computes_fewer = keeps_cache = True
 
     def __init__(self, decoder: Decoder, training: FoldedMesh):
-        self._policy_config, self._training = decoder.config, training
+        self._trained = Model(decoder.config, training)
         self.decoder = decoder._replace(config=decoder.config.without_adapters())
         self._policy: tuple[Transformer[Array], UnstackedPolicy[Array]] | None = None
         self.slot_sharding = NamedSharding(decoder.mesh.mesh, over_slots(decoder.mesh))
@@ -340,8 +341,7 @@ class MeshBackend:
     def load(self, weights: Transformer[Array]) -> None:
         """Puts the policy on the devices that decode; `weights` are on the mesh of training."""
         self.release()  # old and new need not fit in memory together
-        mesh = self.decoder.mesh
-        policy = rollout_policy(weights, self._policy_config, self._training, mesh)
+        policy = rollout_policy(weights, self._trained, self.decoder.mesh)
         self._policy = policy, unstack_policy(self.decoder, policy)
 
     def release(self) -> None:

@@ -24,7 +24,7 @@ from jrl.rollout.decoding.sizes import row_count, shared_width, single_row_width
 from jrl.rollout.decoding.slots import Decoder, TopTokens, cache_specs, over_slots, prefilled_specs
 from jrl.rollout.sampling import logprobs_of
 from moe.cache import KEY_COLUMN, ROW, VALUE_COLUMN, Cache, cache_of, over_columns
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.head import logits_of
 from moe.layers.depth import is_scanned, period_of_stack
 from moe.model import Prefilled, for_prefill, run, run_with_kv
@@ -170,7 +170,7 @@ def run_packed(decoder: Decoder, weights: Transformer[Array], packing: Packing[A
     return jax.shard_map(
         partial(_run_packed_local, decoder),
         mesh=mesh.mesh,
-        in_specs=(specs(decoder.config, mesh), over_slots(mesh)),
+        in_specs=(specs(decoder.model), over_slots(mesh)),
         out_specs=prefilled_specs(mesh, cache_specs(decoder)),
     )(weights, packing)
 
@@ -178,18 +178,18 @@ def run_packed(decoder: Decoder, weights: Transformer[Array], packing: Packing[A
 def _run_packed_local(
     decoder: Decoder, weights: Transformer[Array], packing: Packing[Array]
 ) -> Prefilled:
-    config, mesh = _scanned(decoder.config), decoder.mesh
+    model, mesh = Model(_scanned(decoder.config), decoder.mesh), decoder.mesh
     num_slots = packing.ends.shape[0]
     packed = pack_segments(
-        packing.tokens, packing.segments, num_slots, mesh, config, positions=packing.positions
+        packing.tokens, packing.segments, num_slots, model, positions=packing.positions
     )
     keep = partial(_to_cache_layout, packing.tokens.size)
-    x, router, collected = run_with_kv(keep, vary(weights, mesh.axes), packed, config, mesh)
+    x, router, collected = run_with_kv(keep, vary(weights, mesh.axes), packed, model)
     cache = cache_of(_split_stacks(collected, decoder.config))
     (row_states,) = packed.zigzag.restore(join_shards(x, mesh.sequence))
     # Slots that have no prompt get the state of the first token; nothing reads it.
     states = row_states.reshape(-1, row_states.shape[-1])[packing.ends]
-    return Prefilled(vary(cache, mesh.axes), states, None, overflow_of(router, config))
+    return Prefilled(vary(cache, mesh.axes), states, None, overflow_of(router, model.config))
 
 
 def _scanned(config: ModelConfig) -> ModelConfig:
@@ -337,7 +337,7 @@ def score_packed(
     return jax.shard_map(
         partial(_score_local, decoder, top),
         mesh=mesh.mesh,
-        in_specs=(specs(decoder.config, mesh), rows),
+        in_specs=(specs(decoder.model), rows),
         out_specs=(rows, PartitionSpec()),
     )(weights, packing)
 
@@ -345,13 +345,13 @@ def score_packed(
 def _score_local(
     decoder: Decoder, top: int, weights: Transformer[Array], packing: Packing[Array]
 ) -> tuple[PackedScores[Array], Array | None]:
-    config, mesh = _scanned(decoder.config), decoder.mesh
+    model, mesh = Model(_scanned(decoder.config), decoder.mesh), decoder.mesh
     num_tokens = packing.tokens.size
     packed = pack_segments(
-        packing.tokens, packing.segments, num_tokens, mesh, config, positions=packing.positions
+        packing.tokens, packing.segments, num_tokens, model, positions=packing.positions
     )._replace(sequences=None)  # nothing is trained
     weights = vary(weights, mesh.axes)
-    x, router = run(weights, packed, config, mesh)
+    x, router = run(weights, packed, model)
     (states,) = packed.zigzag.restore(join_shards(x, mesh.sequence))
     # The state of a token predicts the next one.
     before = jnp.roll(states.reshape(num_tokens, -1), 1, axis=0)
@@ -361,7 +361,7 @@ def _score_local(
     chunk = next(size for size in range(MAX_SCORED_CHUNK, 0, -1) if num_local % size == 0)
 
     def score(inputs: tuple[Array, Array]) -> PackedScores[Array]:
-        logits, tokens = logits_of(weights, inputs[0], config, mesh), inputs[1]
+        logits, tokens = logits_of(weights, inputs[0], model), inputs[1]
         top_tokens = None
         if top:
             best, ids = lax.top_k(logits, top)
@@ -377,4 +377,4 @@ def _score_local(
         values = join_shards(values.reshape(num_local, *values.shape[2:]), mesh.sequence)
         return values.reshape(*shape, *values.shape[1:])
 
-    return jax.tree.map(in_rows, scores), overflow_of(router, config)
+    return jax.tree.map(in_rows, scores), overflow_of(router, model.config)

@@ -173,7 +173,7 @@ def admit(
     return jax.shard_map(
         local,
         mesh=mesh.mesh,
-        in_specs=(specs(decoder.config, mesh), pools, rows, rows, rows, sampler_specs),
+        in_specs=(specs(decoder.model), pools, rows, rows, rows, sampler_specs),
         out_specs=(pools, PartitionSpec()),
     )(weights, pool, tokens, lengths, admission, sampler_state)
 
@@ -199,7 +199,7 @@ def admit_prefilled(
     mesh = decoder.mesh
     rows, pools = over_slots(mesh), pool_specs(mesh, pool)
     sampler_specs = sampler_state_specs(mesh, sampler_state)
-    rests = rest_specs(decoder.config, mesh)
+    rests = rest_specs(decoder.model)
     prefills = None if prefilled is None else prefilled_specs(mesh, pools.cache)
     return jax.shard_map(
         partial(_admit_prefilled_local, decoder, sampling),
@@ -225,7 +225,7 @@ def _admit_prefilled_local(
     # The first token is sampled from the last prefill state, every other in a decoding step.
     # The LM head runs for all slots, as the number of admitted rows is not static.
     states = local_shard(pool.states, mesh.sequence)
-    logits = logits_of(weights, states, decoder.config, mesh)
+    logits = logits_of(weights, states, decoder.model)
     admitted = admission.sources >= 0
     rows, continues = append_next_tokens(
         decoder, sampling, logits, pool, pool.rows, admitted, sampler_state

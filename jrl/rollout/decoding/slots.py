@@ -22,7 +22,7 @@ from jrl.rollout.sampling import RowSampling, Sampling, row_keys, sample_rows, s
 from jrl.rollout.threefry import keys_of
 from moe.attention.latent import caches_latent
 from moe.cache import ROW, Cache, over_columns
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.layers.depth import is_stack, split_layer_groups
 from moe.model import Prefilled, prefill
 from moe.placement import specs
@@ -53,6 +53,10 @@ class Decoder(NamedTuple):
     stop_ids: tuple[int, ...]
     records_choices: bool = False
     top_logprobs: int = 0
+
+    @property
+    def model(self) -> Model:
+        return Model(self.config, self.mesh)
 
     @property
     def overlaps(self) -> bool:
@@ -325,7 +329,7 @@ def run_prefill(
     return jax.shard_map(
         partial(run_prefill_local, decoder),
         mesh=mesh.mesh,
-        in_specs=(specs(decoder.config, mesh), rows, rows),
+        in_specs=(specs(decoder.model), rows, rows),
         out_specs=prefilled_specs(mesh, cache_specs(decoder)),
     )(weights, tokens, lengths)
 
@@ -335,7 +339,7 @@ def run_prefill_local(
 ) -> Prefilled:
     config, mesh = decoder.config, decoder.mesh
     weights = vary(weights, mesh.axes)
-    output = prefill(weights, tokens, lengths, config, mesh, decoder.records_choices)
+    output = prefill(weights, tokens, lengths, decoder.model, decoder.records_choices)
     choices = output.choices
     if choices is not None:
         # One byte each if the number of experts allows, as there are tokens x layers x k ids.

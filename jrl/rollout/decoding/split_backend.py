@@ -41,6 +41,7 @@ from jrl.rollout.decoding.slots import (
 from jrl.rollout.resharding import split_policy
 from jrl.rollout.sampling import Sampling
 from moe.cache import StepTokens
+from moe.config import Model
 from moe.disaggregated.placement import Placement
 from moe.disaggregated.runner import DecodeLoop, Runner
 from moe.disaggregated.schedule import AttentionTime, lightest_batch
@@ -171,9 +172,8 @@ class SplitBackend:
     def load(self, weights: Transformer[Array]) -> None:
         self.release()  # old and new need not fit in memory together
         placements = self.expert_balancer.placements
-        self._weights = split_policy(
-            weights, self._policy_config, self._training, self._mesh, placements
-        )
+        model = Model(self._policy_config, self._training)
+        self._weights = split_policy(weights, model, self._mesh, placements)
 
     def release(self) -> None:
         self._weights = None

@@ -26,9 +26,8 @@ from jrl.trainer.learner.networks import Networks
 from jrl.trainer.setup.network import network_of
 from jrl.trainer.state import RESERVED
 from moe.architecture.lora import Lora
-from moe.config import ModelConfig, preset
+from moe.config import Model, ModelConfig, preset
 from moe.weights import Transformer
-from sharding.folding import FoldedMesh
 
 
 @dataclass(frozen=True)
@@ -75,19 +74,18 @@ class NetworkFile:
             )
         return record
 
-    def load(
-        self, config: ModelConfig, mesh: FoldedMesh, record: Mapping[str, Any]
-    ) -> Transformer[Array]:
+    def load(self, model: Model, record: Mapping[str, Any]) -> Transformer[Array]:
         """Loads the float32 weights.
 
         Args:
-          config: network config with the execution settings of the run.
+          model: the network with the execution settings of the run, on its mesh.
           record: as `record` returns it.
         """
         if not self.is_run:
-            return load_model(self.path, config, mesh, masters=True)[0]
-        folder, adapted = RunFolder.read(self.path), replace(config, lora=self.lora)
-        return load_model(folder, adapted, mesh, masters=True, step=record["step"])[0]
+            return load_model(self.path, model, masters=True)[0]
+        adapted = replace(model, config=replace(model.config, lora=self.lora))
+        folder = RunFolder.read(self.path)
+        return load_model(folder, adapted, masters=True, step=record["step"])[0]
 
 
 def open_network(role: str, spec: NetworkSpec, tokenizer: Tokenizer) -> NetworkFile:
@@ -163,11 +161,11 @@ def load_network_files(
         if trained is not None:
             if saved is None:
                 config = replace(trained.config, head=file.model.head)
-                loaded[role] = file.load(config, trained.mesh, file.record(None))
+                loaded[role] = file.load(Model(config, trained.mesh), file.record(None))
             continue
         records[role] = record = file.record(None if saved is None else saved[role])
-        config, mesh = networks.frozen[role].config, networks.frozen[role].mesh
-        loaded[role] = weights_of(file.load(config, mesh, record), config, mesh)
+        model = networks.frozen[role].model
+        loaded[role] = weights_of(file.load(model, record), model)
     return loaded, records
 
 

@@ -22,7 +22,7 @@ from jrl.trainer.state import restore_base
 from moe import placement
 from moe import weights as moe_weights
 from moe.adapters import select_trained, with_base
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.huggingface import architecture_of, config_from, load_adapters, load_weights
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
@@ -31,8 +31,7 @@ from sharding.sharded_jit import abstract_array
 
 def load_model(
     source: RunFolder | str | Path,
-    model: ModelConfig,
-    mesh: FoldedMesh,
+    model: Model,
     *,
     masters: bool = False,
     step: int | None = None,
@@ -41,14 +40,13 @@ def load_model(
     """Loads the policy of a run or of a published checkpoint, and the number of steps it was
     trained for.
 
-        weights, step = load_model(RunFolder.read("runs/math"), setup.model, setup.mesh)
-        weights, _ = load_model("models/qwen3", model, mesh, masters=True)
+        weights, step = load_model(RunFolder.read("runs/math"), Model(setup.model, setup.mesh))
+        weights, _ = load_model("models/qwen3", model, masters=True)
 
     Args:
       source: folder of a run, which may still be training, or the directory of a published
         checkpoint, whose number of steps is 0.
-      model: the policy network.
-      mesh: mesh that the weights are put on.
+      model: the policy network, on the mesh that the weights are put on.
       masters: true for the float32 weights that an optimizer updates, with a run's adapters merged
         into them: for training or an export. False for the weights that sample, in the dtype of
         computation and with the run's adapters beside them.
@@ -61,12 +59,12 @@ def load_model(
     """
     if isinstance(source, RunFolder):
         (weights,), step = load_networks(
-            source, {"policy": model}, mesh, masters=masters, step=step
+            source, {"policy": model.config}, model.mesh, masters=masters, step=step
         )
         return weights, step
     model = model.without_adapters()
-    weights = _load_published(source, model, mesh, adapters)
-    return weights if masters else weights_of(weights, model, mesh), 0
+    weights = _load_published(source, model, adapters)
+    return weights if masters else weights_of(weights, model), 0
 
 
 def prompts_seen_by(folder: RunFolder) -> int:
@@ -92,7 +90,7 @@ def latest_description(folder: RunFolder) -> tuple[int | None, Mapping[str, Any]
 
 def load_networks(
     folder: RunFolder,
-    models: Mapping[str, ModelConfig],
+    configs: Mapping[str, ModelConfig],
     mesh: FoldedMesh,
     *,
     masters: bool = False,
@@ -104,7 +102,7 @@ def load_networks(
     everything is read again. Damaged checkpoints are not moved.
 
     Args:
-      models: the networks by role, "policy" first and perhaps "critic".
+      configs: the networks by role, "policy" first and perhaps "critic".
       mesh, masters, step: as for `load_model`.
 
     Raises:
@@ -112,7 +110,8 @@ def load_networks(
     """
     requested_step = step
     checkpoints = Checkpoints(folder.checkpoints_path)
-    like = {role: _abstract_weights(model, mesh) for role, model in models.items()}
+    models = {role: Model(config, mesh) for role, config in configs.items()}
+    like = {role: _abstract_weights(model) for role, model in models.items()}
     while True:
         step, damaged = _checkpoint_step(checkpoints, requested_step)
         if step is None:
@@ -137,9 +136,10 @@ def load_networks(
                 check_files(folder, step, restored[0][1])
                 _warn(checkpoints, damaged, step)
                 model = models["policy"]
-                frozen = None if model.lora is None else restore_base(checkpoints, model, mesh)
+                has_base = model.config.lora is not None
+                frozen = restore_base(checkpoints, model) if has_base else None
                 return [
-                    _shard_weights(weights, model, mesh, masters, frozen)
+                    _shard_weights(weights, model, masters, frozen)
                     for (weights, _), model in zip(restored, models.values(), strict=True)
                 ], step
 
@@ -158,37 +158,34 @@ def _checkpoint_step(
     return requested_step, {}
 
 
-def _abstract_weights(model: ModelConfig, mesh: FoldedMesh) -> Any:
+def _abstract_weights(model: Model) -> Any:
     """Shapes and shardings of a network's trained weights as stored in a checkpoint: float32, the
     layers in order."""
     # `save` stores layers in order, so that checkpoints do not depend on the layout.
-    shardings = float32_shardings(model, placement.without_chunks(model, mesh))
-    all_weights = jax.tree.map(abstract_array, moe_weights.shapes(model), shardings)
-    return select_trained(all_weights, moe_weights.table(model))
+    shardings = float32_shardings(placement.without_chunks(model))
+    all_weights = jax.tree.map(abstract_array, moe_weights.shapes(model.config), shardings)
+    return select_trained(all_weights, moe_weights.table(model.config))
 
 
 def _shard_weights(
-    weights: Transformer[Array],
-    model: ModelConfig,
-    mesh: FoldedMesh,
-    masters: bool,
-    frozen: Transformer[Array] | None,
+    weights: Transformer[Array], model: Model, masters: bool, frozen: Transformer[Array] | None
 ) -> Transformer[Array]:
     """Places trained weights on the mesh of the run; adapters together with their base weights, or
     merged into them for `masters`."""
+    mesh = model.mesh
     weights = placement.in_chunks(weights, mesh)
     if frozen is None:
-        weights = jax.device_put(weights, float32_shardings(model, mesh))
-        return weights if masters else weights_of(weights, model, mesh)
-    weight_table = moe_weights.table(model)
-    shardings = select_trained(placement.shardings(model, mesh), weight_table)
+        weights = jax.device_put(weights, float32_shardings(model))
+        return weights if masters else weights_of(weights, model)
+    weight_table = moe_weights.table(model.config)
+    shardings = select_trained(placement.shardings(model), weight_table)
     weights = with_base(frozen, jax.device_put(weights, shardings), weight_table)
     if not masters:
         return weights
     # Widened first, so that `reshard` merges adapters without rounding to the dtype of the base.
     float32_weights = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights)
-    replicated = reshard(float32_weights, model, mesh, mesh)
-    return jax.device_put(replicated, float32_shardings(model.without_adapters(), mesh))
+    replicated = reshard(float32_weights, model, model.mesh)
+    return jax.device_put(replicated, float32_shardings(model.without_adapters()))
 
 
 def _warn(checkpoints: Checkpoints, damaged: Mapping[int, str], step: int) -> None:
@@ -203,18 +200,19 @@ def _warn(checkpoints: Checkpoints, damaged: Mapping[int, str], step: int) -> No
 
 
 def _load_published(
-    directory: str | Path, model: ModelConfig, mesh: FoldedMesh, adapters: str | None
+    directory: str | Path, model: Model, adapters: str | None
 ) -> Transformer[Array]:
     """Loads the float32 weights of a published checkpoint, on `float32_shardings`; adapters are
     merged as an export merges a run's."""
-    shardings = float32_shardings(model, mesh)
+    shardings = float32_shardings(model)
     if adapters is None:
-        return load_weights(directory, model, mesh, shardings)
-    adapted = replace(model, lora=open_adapters(adapters, directory, model, "lora"))
-    learned = load_adapters(adapters, adapted, mesh, architecture_of(directory))
-    base = load_weights(directory, model, mesh)
-    weights = with_base(base, learned, moe_weights.table(adapted))
-    return jax.device_put(reshard(weights, adapted, mesh, mesh), shardings)
+        return load_weights(directory, model, shardings)
+    lora = open_adapters(adapters, directory, model.config, "lora")
+    adapted = replace(model, config=replace(model.config, lora=lora))
+    learned = load_adapters(adapters, adapted, architecture_of(directory))
+    base = load_weights(directory, model)
+    weights = with_base(base, learned, moe_weights.table(adapted.config))
+    return jax.device_put(reshard(weights, adapted, model.mesh), shardings)
 
 
 def read_model_config(folder: RunFolder) -> ModelConfig | None:

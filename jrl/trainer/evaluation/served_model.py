@@ -28,7 +28,7 @@ from jrl.text.load import load_tokenizer
 from jrl.text.prompt_format import PromptFormat, prompt_format
 from jrl.trainer.evaluation.saved_policy import load_model, read_model_config
 from jrl.trainer.setup.network import check_supported, first_devices, network_of
-from moe.config import ModelConfig, preset
+from moe.config import Model, ModelConfig, preset
 from moe.disaggregated.split import Split, devices_of, fold_split
 from moe.disaggregated.weights import check_splits
 from moe.weights import Transformer
@@ -123,7 +123,7 @@ class PolicySource:
 
     def load(self) -> tuple[Transformer[Array], int]:
         """Loads the latest valid weights and their step, as `load_model` does."""
-        return load_model(self.location, self.model, self.mesh, adapters=self.adapters)
+        return load_model(self.location, Model(self.model, self.mesh), adapters=self.adapters)
 
 
 @dataclass(frozen=True)
@@ -238,5 +238,5 @@ def _mesh(model: ModelConfig, text: str, device_split: DeviceSplit | None) -> Fo
         layout = Layout.parse(text)
         devices = first_devices(layout.num_devices, f"layout {text!r}", "give --layout dp1")
         mesh = rollout_mesh(text, fold(layout, devices))
-    check_supported(model, mesh)
+    check_supported(Model(model, mesh))
     return mesh

@@ -27,7 +27,7 @@ from jrl.recipes.base.optimizer import Optimizer
 from jrl.trainer.learner.optimizers import transformation
 from moe import placement
 from moe.adapters import combine_trees, select_frozen, select_trained
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.weights import Transformer, cast, shapes, table
 from sharding.folding import FoldedMesh
 from sharding.sharded_jit import abstract_array, jit_sharded
@@ -64,9 +64,7 @@ class Learner(Generic[Leaf]):
         return self.weights if self.masters is None else self.masters
 
 
-def init_learner(
-    optimizer: Optimizer, weights: Transformer[Array], config: ModelConfig, mesh: FoldedMesh
-) -> Learner[Array]:
+def init_learner(optimizer: Optimizer, weights: Transformer[Array], model: Model) -> Learner[Array]:
     """Creates a learner before its first step.
 
     Args:
@@ -74,16 +72,16 @@ def init_learner(
         the dtypes of computation; its frozen weights are not copied.
     """
     # State of trained weights only: moments of a frozen weight would be zeros for ever.
-    trained, frozen = split(weights, config)
-    keeps = keeps_masters(config)
-    trained = to_masters(config, mesh)(trained) if keeps else copy_arrays(trained)
-    opt_state = _state_init(optimizer, config, mesh)(trained)
+    trained, frozen = split(weights, model.config)
+    keeps = keeps_masters(model.config)
+    trained = to_masters(model)(trained) if keeps else copy_arrays(trained)
+    opt_state = _state_init(optimizer, model)(trained)
     counters: dict[str, Any] = {
-        name: replicate(jnp.zeros((), jnp.int32), mesh)
+        name: replicate(jnp.zeros((), jnp.int32), model.mesh)
         for name in ("updates", "skipped", "skipped_in_a_row")
     }
     if keeps:
-        return Learner(weights_of(trained, config, mesh), opt_state, **counters, masters=trained)
+        return Learner(weights_of(trained, model), opt_state, **counters, masters=trained)
     return Learner(combine_trees(trained, frozen), opt_state, **counters)
 
 
@@ -100,10 +98,10 @@ def _copy_leaves(leaves: list[Array]) -> list[Array]:
 
 
 @cache
-def _state_init(optimizer: Optimizer, config: ModelConfig, mesh: FoldedMesh) -> Callable[..., Any]:
+def _state_init(optimizer: Optimizer, model: Model) -> Callable[..., Any]:
     """Compiled function that initialises the optimizer state of trained weights."""
-    like = abstract_state(optimizer, config, mesh)
-    init = transformation_of(optimizer, config).init
+    like = abstract_state(optimizer, model)
+    init = transformation_of(optimizer, model.config).init
     return jit_sharded(init, jax.tree.map(lambda leaf: leaf.sharding, like))
 
 
@@ -114,17 +112,19 @@ def transformation_of(optimizer: Optimizer, config: ModelConfig) -> optax.Gradie
 
 
 @cache
-def abstract_state(optimizer: Optimizer, config: ModelConfig, mesh: FoldedMesh) -> Any:
+def abstract_state(optimizer: Optimizer, model: Model) -> Any:
     """Shapes, dtypes and shardings of the optimizer state of a network."""
-    state = jax.eval_shape(transformation_of(optimizer, config).init, _trained_shapes(config, mesh))
-    return jax.tree.map(abstract_array, state, state_shardings(state, config, mesh))
+    state = jax.eval_shape(transformation_of(optimizer, model.config).init, _trained_shapes(model))
+    return jax.tree.map(abstract_array, state, state_shardings(state, model))
 
 
 @cache
-def _trained_shapes(config: ModelConfig, mesh: FoldedMesh) -> Transformer[jax.ShapeDtypeStruct]:
+def _trained_shapes(model: Model) -> Transformer[jax.ShapeDtypeStruct]:
     """Shapes of the trained weights, as stored on the mesh."""
-    stored = jax.eval_shape(lambda weights: placement.in_chunks(weights, mesh), shapes(config))
-    return select_trained(stored, table(config))
+    stored = jax.eval_shape(
+        lambda weights: placement.in_chunks(weights, model.mesh), shapes(model.config)
+    )
+    return select_trained(stored, table(model.config))
 
 
 def replicate(tree: Tree, mesh: FoldedMesh) -> Tree:
@@ -142,15 +142,16 @@ def split(
     return select_trained(weights, weight_table), select_frozen(weights, weight_table)
 
 
-def state_shardings(opt_state: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
+def state_shardings(opt_state: Any, model: Model) -> Any:
     """Shardings of an optimizer state, whatever the transformation.
 
     A leaf in the place of a weight is sharded as the weight's shards are
     (`moe.placement.shard_specs`): all axes of a moment, and of a factor with fewer axes those that
     it has in common with the weight. Everything else is replicated.
     """
-    specs = split(placement.shard_specs(config, mesh), config)[0]
-    shapes = _trained_shapes(config, mesh)
+    mesh = model.mesh
+    specs = split(placement.shard_specs(model), model.config)[0]
+    shapes = _trained_shapes(model)
     weights = {
         path: (leaf.shape, spec)
         for (path, leaf), spec in zip(
@@ -204,51 +205,48 @@ def keeps_masters(config: ModelConfig) -> bool:
     return config.dtype != "float32" and config.lora is None
 
 
-def float32_shardings(config: ModelConfig, mesh: FoldedMesh) -> Transformer[NamedSharding]:
+def float32_shardings(model: Model) -> Transformer[NamedSharding]:
     """Shardings of the float32 weights of a network: of masters sharded, of weights that are their
     own masters those of the network."""
-    shardings = placement.shard_shardings if keeps_masters(config) else placement.shardings
-    return shardings(config, mesh)
+    shardings = placement.shard_shardings if keeps_masters(model.config) else placement.shardings
+    return shardings(model)
 
 
 @cache
-def to_masters(config: ModelConfig, mesh: FoldedMesh) -> Callable[..., Transformer[Array]]:
-    """Compiled function that copies weights of any dtype and sharding to new masters, shaped as
-    `mesh` stores them."""
+def to_masters(model: Model) -> Callable[..., Transformer[Array]]:
+    """Compiled function that copies weights of any dtype and sharding to new masters, shaped as the
+    mesh stores them."""
     # A copy where it is float32 already: updates donate the buffers.
     return jit_sharded(
         lambda weights: jax.tree.map(lambda leaf: jnp.copy(leaf.astype(jnp.float32)), weights),
-        placement.shard_shardings(config, mesh),
+        placement.shard_shardings(model),
     )
 
 
-def weights_of(
-    masters: Transformer[Array], config: ModelConfig, mesh: FoldedMesh
-) -> Transformer[Array]:
+def weights_of(masters: Transformer[Array], model: Model) -> Transformer[Array]:
     """Casts float32 masters of any sharding to the weights of computation; returns them unchanged
     where they are their own masters."""
-    return _to_weights(config, mesh)(masters) if keeps_masters(config) else masters
+    return _to_weights(model)(masters) if keeps_masters(model.config) else masters
 
 
-def cast_and_gather(
-    masters: Transformer[Array], config: ModelConfig, mesh: FoldedMesh
-) -> Transformer[Array]:
+def cast_and_gather(masters: Transformer[Array], model: Model) -> Transformer[Array]:
     """Casts and all-gathers sharded masters, inside a jitted step: cast first, so that a device
     sends and receives the bytes of the weights, not those of the masters."""
+    config = model.config
     weight_table = table(config)
-    specs = select_trained(placement.specs(config, mesh), weight_table)
-    shard_specs = select_trained(placement.shard_specs(config, mesh), weight_table)
-    shard_dims = select_trained(placement.shard_dims(config, mesh), weight_table)
+    specs = select_trained(placement.specs(model), weight_table)
+    shard_specs = select_trained(placement.shard_specs(model), weight_table)
+    shard_dims = select_trained(placement.shard_dims(model), weight_table)
     # Adapters and their base weights have no masters.
     weights = masters if config.lora is not None else cast(masters, config)
-    shards = constrain_sharding(weights, shard_specs, mesh)
+    shards = constrain_sharding(weights, shard_specs, model.mesh)
     # Left in shards: each layer is gathered where it runs, forward and again backward.
     if config.execution.fsdp:
         return shards
     # The type of a gather does not say that gathered weights are equal on all devices.
     return jax.shard_map(
         lambda shards: unshard(shards, shard_dims),
-        mesh=mesh.mesh,
+        mesh=model.mesh.mesh,
         in_specs=(shard_specs,),
         out_specs=specs,
         check_vma=False,
@@ -264,5 +262,5 @@ def constrain_sharding(
 
 
 @cache
-def _to_weights(config: ModelConfig, mesh: FoldedMesh) -> Callable[..., Transformer[Array]]:
-    return jit_sharded(lambda masters: cast(masters, config), placement.shardings(config, mesh))
+def _to_weights(model: Model) -> Callable[..., Transformer[Array]]:
+    return jit_sharded(lambda masters: cast(masters, model.config), placement.shardings(model))

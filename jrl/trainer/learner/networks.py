@@ -11,7 +11,7 @@ from jrl.rollout.decoding.slots import Decoder
 from jrl.trainer.learner.update import CriticObjective, Network, PolicyObjective
 from jrl.trainer.scoring import Scorer
 from moe.architecture.lora import Lora
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from sharding.folding import FoldedMesh
 
 
@@ -51,6 +51,10 @@ class Frozen:
     @property
     def mesh(self) -> FoldedMesh:
         return self.scorer.mesh
+
+    @property
+    def model(self) -> Model:
+        return self.scorer.model
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ from jrl.trainer.learner.synchronous import warn_if_synchronous
 from jrl.trainer.scoring import RetryOnOverflow, Scorer, logprobs_and_entropy_of
 from moe import model, placement, stages
 from moe.adapters import combine_trees
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.router.balance import router_loss, with_updated_bias
 from moe.router.statistics import RouterStatistics, run_with_fallback
 from moe.weights import Layer, Transformer
@@ -258,9 +258,13 @@ class Network(Generic[ObjectiveT]):
     def mesh(self) -> FoldedMesh:
         return self.objective.mesh
 
+    @property
+    def model(self) -> Model:
+        return self.objective.model
+
     def init(self, weights: Transformer[Array]) -> Learner[Array]:
         """Creates a learner, see `jrl.trainer.learner.learner.init_learner`."""
-        return init_learner(self.optimizer, weights, self.config, self.mesh)
+        return init_learner(self.optimizer, weights, self.model)
 
     def update(
         self,
@@ -354,7 +358,7 @@ def update(
       The learner and the outcome, with the objective's metrics.
     """
     config, mesh = objective.config, objective.mesh
-    shards, _ = split(placement.shard_specs(config, mesh), config)
+    shards, _ = split(placement.shard_specs(objective.model), config)
     # Denominators of the whole mini-batch, computed before it is split: micro-batches are summed.
     totals = count(batch, statistics)
     loss, grads, (metrics, load, overflow) = _gradients(
@@ -411,11 +415,11 @@ def update(
     learner = replace(
         learner,
         # After the selection between moved and stayed, which is then done on shards only.
-        weights=cast_and_gather(learner.weights, config, mesh),
+        weights=cast_and_gather(learner.weights, objective.model),
         masters=learner.weights if keeps_masters(config) else None,
         # Sharded as the input, so that it fits the donated buffers.
         opt_state=jax.lax.with_sharding_constraint(
-            learner.opt_state, state_shardings(learner.opt_state, config, mesh)
+            learner.opt_state, state_shardings(learner.opt_state, objective.model)
         ),
     )
     return learner, Outcome(loss, grad_norm, finite, empty, overflow, load, metrics)
@@ -433,7 +437,7 @@ def _gradients(
 ) -> tuple[Array, Any, UpdateMetrics]:
     """Loss of a mini-batch, its sharded gradient and its metrics, on global arrays."""
     config, mesh, replicated = objective.config, objective.mesh, PartitionSpec()
-    trained_specs, frozen_specs = split(placement.stored_specs(config, mesh), config)
+    trained_specs, frozen_specs = split(placement.stored_specs(objective.model), config)
     local = jax.shard_map(
         partial(_local_gradients, objective, comm_dtype, num_micro_batches),
         mesh=mesh.mesh,
@@ -443,7 +447,11 @@ def _gradients(
             PartitionSpec(mesh.dp),
             *[replicated] * 2,
         ),
-        out_specs=(replicated, split(placement.shard_specs(config, mesh), config)[0], replicated),
+        out_specs=(
+            replicated,
+            split(placement.shard_specs(objective.model), config)[0],
+            replicated,
+        ),
     )
     return local(weights, frozen, batch, totals, passes)
 
@@ -460,9 +468,9 @@ def _local_gradients(
 ) -> tuple[Array, Transformer[Array], UpdateMetrics]:
     """Loss of a mini-batch, this device's shard of its gradient and its metrics."""
     config, mesh = objective.config, objective.mesh
-    all_dims = placement.shard_dims(config, mesh, comm_dtype)
+    all_dims = placement.shard_dims(objective.model, comm_dtype)
     shard_dims, frozen_dims = split(all_dims, config)
-    specs, _ = split(placement.specs(config, mesh), config)
+    specs, _ = split(placement.specs(objective.model), config)
     fsdp = config.execution.fsdp
     # Typed as varying over every axis, they get the gradient of this device only; the sum over
     # micro-batches is summed over devices once.
@@ -494,9 +502,11 @@ def _local_gradients(
     def micro_batch_loss(local_weights, micro_batch):
         micro_batch = vary(micro_batch, mesh.except_sequence)
         weights = local_weights if frozen is None else combine_trees(frozen, local_weights)
-        x, router = model.run(weights, objective.pack(micro_batch), config, mesh, layer_shard_dims)
+        x, router = model.run(
+            weights, objective.pack(micro_batch), objective.model, layer_shard_dims
+        )
         loss, metrics = objective.loss(weights, x, micro_batch, totals)
-        loss = loss + router_loss(router, config, mesh, totals.num_valid)
+        loss = loss + router_loss(router, objective.model, totals.num_valid)
         # Ranks of cp and tp have the same loss, which counts once.
         metrics = _with_router_metrics(objective, metrics, router)
         return all_sum(loss, mesh.except_sequence), metrics
@@ -523,7 +533,7 @@ def _pipeline_gradients(
     shard_dims: Layer[zero.ShardDim] | None,
 ) -> tuple[Array, Transformer[Array], UpdateMetrics]:
     """Loss, this device's gradient, and metrics, on a pipeline."""
-    config, mesh = objective.config, objective.mesh
+    mesh = objective.mesh
     loss, grads, metrics, router = stages.gradients(
         local_weights,
         vary(micro_batches, mesh.except_sequence),
@@ -532,8 +542,7 @@ def _pipeline_gradients(
             lambda weights, x, micro_batch: objective.loss(weights, x, micro_batch, totals),
             totals.num_valid,
         ),
-        config,
-        mesh,
+        objective.model,
         shard_dims,
         frozen,
     )

@@ -17,6 +17,7 @@ from jrl.trainer.evaluation.model_card import CARD, CardSubject, model_card
 from jrl.trainer.setup.setup import Setup
 from moe import placement
 from moe.adapters import select_trained
+from moe.config import Model
 from moe.huggingface import architecture_of, config_from, load_adapters, save_adapters
 from moe.weights import Transformer, axis_sizes, table
 
@@ -59,7 +60,7 @@ def load_initial_adapters(setup: Setup) -> Transformer[Array] | None:
     if run.lora_from is None or run.checkpoint is None:
         return None
     architecture = architecture_of(run.checkpoint)
-    adapters = load_adapters(run.lora_from, setup.model, setup.mesh, architecture)
+    adapters = load_adapters(run.lora_from, Model(setup.model, setup.mesh), architecture)
     print(f"starting from the adapters in {run.lora_from}")
     return adapters
 

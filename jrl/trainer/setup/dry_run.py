@@ -25,12 +25,11 @@ from jrl.trainer.setup.network import buffers_explained, dispatch_explained
 from jrl.trainer.setup.planner import time_of_update, times_with_overlap
 from jrl.trainer.setup.setup import Setup
 from moe.attention.context_parallel import context_of, received_elements
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.execution import TWO_LEVELS, Execution
 from moe.implementations import DEFAULTS, explain_selection
 from moe.weights import num_active_parameters, num_parameters, num_trained_parameters
 from sharding.costs.hardware import Hardware, find_hardware
-from sharding.folding import FoldedMesh
 from sharding.schedule import Schedule
 
 AXES = {
@@ -76,13 +75,15 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
     if setup.run.rollout_devices is not None:
         _print(console, "Memory per rollout device", _readable(rollout_memory(setup)))
     devices = f"{_count(size, 'device', 'devices')} ({jax.devices()[0].device_kind})"
-    _print(console, f"Layout: {setup.run.layout} on {devices}", axes(setup.mesh, setup.model))
+    _print(
+        console, f"Layout: {setup.run.layout} on {devices}", axes(Model(setup.model, setup.mesh))
+    )
     if setup.rollout_mesh != setup.mesh:
         where = "the same" if setup.run.rollout_devices is None else "separate devices"
         title = f"Rollout layout: {setup.rollout_mesh.layout} on {where}"
         if setup.split is not None:
             title = f"Rollout split: {setup.run.rollout_split} on {where}, attention"
-        _print(console, title, axes(setup.rollout_mesh, setup.model))
+        _print(console, title, axes(Model(setup.model, setup.rollout_mesh)))
     for line in describe_lists(setup.task, setup.prompts_dropped, setup.prompt_length):
         console.print(line, highlight=False)
     print_first_input(setup, console)
@@ -95,10 +96,10 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
         )
 
 
-def axes(mesh: FoldedMesh, model: ModelConfig) -> dict[str, str]:
+def axes(model: Model) -> dict[str, str]:
     """Size and meaning of each axis; a dense network has the axes of attention."""
-    names = AXES if model.num_experts else ATTENTION_AXES
-    return {f"{axis} {mesh.size(getattr(mesh, axis))}": AXES[axis] for axis in names}
+    names = AXES if model.config.num_experts else ATTENTION_AXES
+    return {f"{axis} {model.mesh.size(getattr(model.mesh, axis))}": AXES[axis] for axis in names}
 
 
 def batch_arithmetic(setup: Setup) -> dict[str, str]:
@@ -146,24 +147,25 @@ def batch_arithmetic(setup: Setup) -> dict[str, str]:
 
 def execution(setup: Setup) -> dict[str, str]:
     """Rows of the network's execution settings, by flag, and of its router settings."""
-    model, mesh = setup.model, setup.mesh
-    settings = {field.name: getattr(model.execution, field.name) for field in fields(Execution)}
+    config, mesh = setup.model, setup.mesh
+    model = Model(config, mesh)
+    settings = {field.name: getattr(config.execution, field.name) for field in fields(Execution)}
     if settings["context"] is None and mesh.layout.cp > 1:
-        settings["context"] = f"{context_of(model, mesh)} (sends least)"
-    settings["dispatch"] = dispatch_explained(model, setup.run, mesh) or settings["dispatch"]
-    settings["buffer_factor"] = buffers_explained(model, setup.run) or settings["buffer_factor"]
-    if model.num_experts:
-        settings |= {item.name: getattr(model, item.name) for item in fields(RouterSettings)}
+        settings["context"] = f"{context_of(model)} (sends least)"
+    settings["dispatch"] = dispatch_explained(model, setup.run) or settings["dispatch"]
+    settings["buffer_factor"] = buffers_explained(config, setup.run) or settings["buffer_factor"]
+    if config.num_experts:
+        settings |= {item.name: getattr(config, item.name) for item in fields(RouterSettings)}
     # Settings that do not apply to the network are left out.
     applies = {
-        "latent": model.mla is not None,
+        "latent": config.mla is not None,
         "context": mesh.layout.cp > 1,
-        **dict.fromkeys(names_with(Execution, "experts"), model.num_experts > 0),
+        **dict.fromkeys(names_with(Execution, "experts"), config.num_experts > 0),
         "server_devices": settings["dispatch"] in TWO_LEVELS,
-        **dict.fromkeys(("drop_policy", "drop_scope"), model.capacity_factor is not None),
-        "bias_update_rate": model.selection_bias,
+        **dict.fromkeys(("drop_policy", "drop_scope"), config.capacity_factor is not None),
+        "bias_update_rate": config.selection_bias,
     }
-    selections = {name: explain_selection(model, name, mesh) for name in DEFAULTS}
+    selections = {name: explain_selection(model, name) for name in DEFAULTS}
 
     def text(name: str, value: object) -> str:
         if value is None:
@@ -174,7 +176,7 @@ def execution(setup: Setup) -> dict[str, str]:
         flag(name): text(name, value) for name, value in settings.items() if applies.get(name, True)
     }
     if mesh.layout.cp > 1:
-        sent_text = f"{received_elements(model, mesh):,} elements per token and layer, forward"
+        sent_text = f"{received_elements(model):,} elements per token and layer, forward"
         rows["sent over cp by attention"] = sent_text
     return rows
 

@@ -25,7 +25,7 @@ from moe.adapters import select_frozen, select_trained
 from moe.architecture.attention import delta_layers
 from moe.attention.latent import caches_latent
 from moe.cache import cache_columns, kernel_bytes
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.disaggregated.weights import side_bytes
 from moe.layers.depth import map_layer_groups
 from moe.router.routing import choices_dtype
@@ -113,13 +113,13 @@ def memory(setup: Setup) -> dict[str, int]:
     """
     run, recipe, model, mesh = setup.run, setup.recipe, setup.model, setup.mesh
     geometry, fsdp, networks = setup.geometry, model.execution.fsdp, trained_networks(setup)
-    trained = [config for config, _ in networks.values()]
+    trained = [each for each, _ in networks.values()]
     # Networks are updated one after the other: the larger one counts.
-    gradients = max(gradient_bytes(config, mesh, shapes(config)) for config in trained)
+    gradients = max(gradient_bytes(each, shapes(each.config)) for each in trained)
     # Gradients of a micro-batch are in the dtypes of the weights; their sum, which a pipeline has
     # of one as well, is float32.
     summand = max(
-        gradient_bytes(config, mesh, cast_shapes(config), mesh.layout.vpp) for config in trained
+        gradient_bytes(each, cast_shapes(each.config), mesh.layout.vpp) for each in trained
     )
     if geometry.num_micro_batches > 1:
         gradients += summand
@@ -128,27 +128,27 @@ def memory(setup: Setup) -> dict[str, int]:
     # Separate rollout devices have a table of their own.
     rollout = rollout_memory(setup) if run.rollout_devices is None else {}
     rows: dict[str, int] = {}
-    for role, (config, optimizer) in networks.items():
+    for role, (each, optimizer) in networks.items():
         prefix = "" if role == POLICY else f"{role}'s "
         # With adapters, the critic's base weights are the policy's.
         is_shared = bool(prefix) and model.lora is not None
-        shared = weight_bytes(config, mesh, shards=fsdp, frozen=True) if is_shared else 0
-        rows[role if prefix else WEIGHTS] = weight_bytes(config, mesh, shards=fsdp) - shared
-        optimizer_bytes = _optimizer_bytes(optimizer, config, mesh)
+        shared = weight_bytes(each, shards=fsdp, frozen=True) if is_shared else 0
+        rows[role if prefix else WEIGHTS] = weight_bytes(each, shards=fsdp) - shared
+        optimizer_bytes = _optimizer_bytes(optimizer, each)
         rows |= {f"{prefix}{name}": size for name, size in optimizer_bytes.items()}
     rows |= {
         # The base weights of adapters are the policy that training started from.
         **{
-            role: weight_bytes(each.config, each.mesh, shards=fsdp)
+            role: weight_bytes(each.model, shards=fsdp)
             for role, each in setup.frozen.items()
             if each.from_file or model.lora is None
         },
         GRADIENTS: gradients,
-        GATHERED: max(weight_bytes(config, mesh) for config in trained) if fsdp else 0,
+        GATHERED: max(weight_bytes(each) for each in trained) if fsdp else 0,
         **rollout,
         LOGITS: logits_bytes(model, geometry, max(forward_rows(setup).values())),
         STAGE_INPUTS: stage_input_bytes(model, geometry) if mesh.layout.pp > 1 else 0,
-        GRADIENTS_SENT: max(sent_bytes(config, mesh, run.gradient_wire) for config in trained),
+        GRADIENTS_SENT: max(sent_bytes(each, run.gradient_wire) for each in trained),
     }
     if recipe.router_replay is not None:
         local_completions = recipe.completions // mesh.size(mesh.dp)
@@ -156,11 +156,11 @@ def memory(setup: Setup) -> dict[str, int]:
     return {name: num_bytes for name, num_bytes in rows.items() if num_bytes}
 
 
-def trained_networks(setup: Setup) -> dict[str, tuple[ModelConfig, Optimizer]]:
+def trained_networks(setup: Setup) -> dict[str, tuple[Model, Optimizer]]:
     """Trained networks of a run by role, each with its optimizer."""
-    networks = {POLICY: (setup.model, setup.policy_optimizer)}
+    networks = {POLICY: (Model(setup.model, setup.mesh), setup.policy_optimizer)}
     if setup.critic is not None:
-        networks["critic"] = setup.critic, setup.critic_optimizer
+        networks["critic"] = Model(setup.critic, setup.mesh), setup.critic_optimizer
     return networks
 
 
@@ -234,14 +234,15 @@ def run_memory(setup: Setup) -> RunMemory:
         phases["scoring"] = gathered | _scoring_bytes(setup, forward["scoring"])
     if "warm start" in forward:
         warm_start = replace(setup, model=setup.model.without_adapters())
-        all_gradients = gradient_bytes(warm_start.model, mesh, cast_shapes(warm_start.model))
+        imitator = Model(warm_start.model, mesh)
+        all_gradients = gradient_bytes(imitator, cast_shapes(warm_start.model))
         passed = _update_bytes(warm_start, forward["warm start"], shares_prompts=False)
         phases["warm start"] = {GRADIENTS: all_gradients, **passed}
     if mesh.platform == "cpu":
         rows["copy for a checkpoint"] = _checkpoint_bytes(setup)
         rows[PROCESS] = PROCESS_BYTES // max(len(local_devices(mesh)), 1)
         if setup.model.lora is not None:
-            base = weight_bytes(setup.model, mesh, frozen=True)
+            base = weight_bytes(Model(setup.model, mesh), frozen=True)
             phases["checkpoint"] = {"copy of the base weights": base}
     return RunMemory(rows, phases)
 
@@ -324,55 +325,56 @@ def _sampling_bytes(setup: Setup) -> dict[str, int]:
     prompts = -(-min(slots, max(setup.recipe.prompts, MIN_PREFILL_PROMPTS)) // dp)
     rows = max(1, min(prompts, ROLLOUTS.prefill_tokens // max(setup.prompt_length, 1)))
     tokens = -(-rows * setup.prompt_length // tp)
-    cache = cache_bytes(model, mesh, rows * dp, setup.prompt_length)
+    cache = cache_bytes(Model(model, mesh), rows * dp, setup.prompt_length)
     return {"decoding and prefill": max(step, cache + _layer_bytes(setup, tokens, rows))}
 
 
 def _checkpoint_bytes(setup: Setup) -> int:
     """Bytes on one device of the arrays that a checkpoint stores."""
-    mesh, total = setup.mesh, 0
-    for config, optimizer in trained_networks(setup).values():
-        specs = placement.stored_specs(config, mesh)
-        stored = select_trained(_local_bytes(shapes(config), mesh, specs), table(config))
-        total += _total(stored)
-        total += state_bytes(optimizer, config, mesh)
+    total = 0
+    for model, optimizer in trained_networks(setup).values():
+        specs = placement.stored_specs(model)
+        stored_bytes = _local_bytes(shapes(model.config), model.mesh, specs)
+        total += _total(select_trained(stored_bytes, table(model.config)))
+        total += state_bytes(optimizer, model)
     policy_snapshots = [each for each in setup.frozen.values() if not each.from_file]
     if policy_snapshots and setup.model.lora is None:
-        total += sum(weight_bytes(each.config, each.mesh, shards=True) for each in policy_snapshots)
+        total += sum(weight_bytes(each.model, shards=True) for each in policy_snapshots)
     return total
 
 
 def rollout_memory(setup: Setup) -> dict[str, int]:
     """Bytes that sampling needs on one of its devices; with disaggregation, on the group whose
     devices have more weights."""
-    model, mesh = setup.model.without_adapters(), setup.rollout_mesh
-    slots = setup.geometry.slots(setup.run.slots)
+    config, mesh = setup.model.without_adapters(), setup.rollout_mesh
+    model, slots = Model(config, mesh), setup.geometry.slots(setup.run.slots)
     row_length = setup.prompt_length + setup.response_length
-    rollout_bytes = {KV_CACHE: cache_bytes(model, mesh, slots, row_length)}
+    rollout_bytes = {KV_CACHE: cache_bytes(model, slots, row_length)}
     rows = slots // mesh.size(mesh.dp) // setup.geometry.rollout_micro_batches
-    partials = kernel_bytes(model, mesh, rows, cache_columns(row_length, model, mesh))
+    partials = kernel_bytes(model, rows, cache_columns(row_length, model))
     if partials:
         rollout_bytes[DECODE_PARTIALS] = partials
     if setup.split is not None:
-        experts = first_placement(model, setup.split, setup.run.rollout_expert_slots)
-        return rollout_bytes | {ROLLOUT_POLICY: max(side_bytes(model, setup.split, experts))}
+        experts = first_placement(config, setup.split, setup.run.rollout_expert_slots)
+        return rollout_bytes | {ROLLOUT_POLICY: max(side_bytes(config, setup.split, experts))}
     is_copy = mesh != setup.mesh or setup.model.lora is not None
     return {
-        UNSTACKED: unstacked_bytes(model, mesh, is_stored=is_copy),
+        UNSTACKED: unstacked_bytes(model, is_stored=is_copy),
         **rollout_bytes,
-        ROLLOUT_POLICY: weight_bytes(model, mesh) if is_copy else 0,
+        ROLLOUT_POLICY: weight_bytes(model) if is_copy else 0,
     }
 
 
-def unstacked_bytes(config: ModelConfig, mesh: FoldedMesh, *, is_stored: bool) -> int:
+def unstacked_bytes(model: Model, *, is_stored: bool) -> int:
     """Bytes on one device of the weights that decoding copies
     (`jrl.rollout.decoding.mesh_backend.unstack_policy`).
 
     Args:
-      config: without adapters.
+      model: without adapters.
       is_stored: true where the policy is a copy in the sharding that decoding needs.
     """
-    bytes_of_weights = _local_bytes(cast_shapes(config), mesh, placement.specs(config, mesh))
+    config = model.config
+    bytes_of_weights = _local_bytes(cast_shapes(config), model.mesh, placement.specs(model))
     total = _total(bytes_of_weights)
     if config.execution.fsdp and not is_stored:
         return total
@@ -381,63 +383,61 @@ def unstacked_bytes(config: ModelConfig, mesh: FoldedMesh, *, is_stored: bool) -
     return total - sum(jax.tree.leaves(scanned)) - _total(without_layers(bytes_of_weights))
 
 
-def weight_bytes(
-    config: ModelConfig, mesh: FoldedMesh, *, shards: bool = False, frozen: bool = False
-) -> int:
+def weight_bytes(model: Model, *, shards: bool = False, frozen: bool = False) -> int:
     """Bytes of a network's weights on one device, as used in computation.
 
     Args:
       shards: true for the device's optimizer shards only.
       frozen: true for frozen weights only.
     """
+    config = model.config
     specs_of = placement.shard_specs if shards else placement.specs
-    bytes_of_weights = _local_bytes(cast_shapes(config), mesh, specs_of(config, mesh))
+    bytes_of_weights = _local_bytes(cast_shapes(config), model.mesh, specs_of(model))
     return _total(select_frozen(bytes_of_weights, table(config)) if frozen else bytes_of_weights)
 
 
-def _optimizer_bytes(optimizer: Optimizer, config: ModelConfig, mesh: FoldedMesh) -> dict[str, int]:
+def _optimizer_bytes(optimizer: Optimizer, model: Model) -> dict[str, int]:
     """Bytes of the float32 masters and of the optimizer's state on one device, by kind."""
     # `shapes` are float32, `cast_shapes` have the dtypes of computation.
-    bytes_of_weights = _local_bytes(shapes(config), mesh, placement.shard_specs(config, mesh))
+    config = model.config
+    bytes_of_weights = _local_bytes(shapes(config), model.mesh, placement.shard_specs(model))
     shard = _total(select_trained(bytes_of_weights, table(config)))
     return {
         "float32 masters": shard if keeps_masters(config) else 0,
-        "optimizer state": state_bytes(optimizer, config, mesh),
+        "optimizer state": state_bytes(optimizer, model),
     }
 
 
-def state_bytes(optimizer: Optimizer, config: ModelConfig, mesh: FoldedMesh) -> int:
+def state_bytes(optimizer: Optimizer, model: Model) -> int:
     """Bytes of the optimizer's state of a network on one device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(abstract_state(optimizer, config, mesh))
+        for leaf in jax.tree.leaves(abstract_state(optimizer, model))
     )
 
 
-def gradient_bytes(
-    config: ModelConfig, mesh: FoldedMesh, like: Transformer[jax.ShapeDtypeStruct], chunks: int = 1
-) -> int:
+def gradient_bytes(model: Model, like: Transformer[jax.ShapeDtypeStruct], chunks: int = 1) -> int:
     """Bytes of the gradients of trained weights on one device, in the dtypes of `like`; gradients
     of layers are sharded under fsdp, and of one of `chunks` of them."""
     # Under fsdp a layer's gradient is reduce-scattered immediately; gradients of embedding and LM
     # head are unsharded until the end.
-    unsharded = _local_bytes(like, mesh, placement.specs(config, mesh))
-    layers = _local_bytes(like, mesh, placement.stored_specs(config, mesh)).layers
+    unsharded = _local_bytes(like, model.mesh, placement.specs(model))
+    layers = _local_bytes(like, model.mesh, placement.stored_specs(model)).layers
     layers = jax.tree.map(lambda size: size // chunks, layers)
-    return _total(select_trained(replace(unsharded, layers=layers), table(config)))
+    return _total(select_trained(replace(unsharded, layers=layers), table(model.config)))
 
 
-def sent_bytes(config: ModelConfig, mesh: FoldedMesh, comm_dtype: str) -> int:
+def sent_bytes(model: Model, comm_dtype: str) -> int:
     """Bytes of the communication buffers of the largest gradient that is sent in bfloat16 across
     sequence-parallel groups (`sharding.compression`); 0 where gradients are sent in float32."""
     if comm_dtype == "float32":
         return 0
-    dims = placement.shard_dims(config, mesh, comm_dtype)
-    float32_bytes = _local_bytes(shapes(config), mesh, placement.specs(config, mesh))
+    dims = placement.shard_dims(model, comm_dtype)
+    float32_bytes = _local_bytes(shapes(model.config), model.mesh, placement.specs(model))
 
     def bytes_sent(dim: ShardDim, float32: int) -> int:
         uncompressed_stages = [stage for stage in dim.stages if stage != dim.compressed]
-        shard = float32 // math.prod(mesh.size(stage) for stage in uncompressed_stages)
+        shard = float32 // math.prod(model.mesh.size(stage) for stage in uncompressed_stages)
         # Two copies, each of half the bytes.
         return shard if dim.compressed else 0
 
@@ -459,46 +459,47 @@ def _local_bytes(
     return placement.local_bytes(stored_shapes, spec_tree, mesh)
 
 
-def cache_bytes(model: ModelConfig, mesh: FoldedMesh, slots: int, row_length: int) -> int:
+def cache_bytes(model: Model, slots: int, row_length: int) -> int:
     """Bytes of the KV cache on one device, see `moe.cache.Cache`.
 
     Args:
-      mesh: mesh of sampling.
+      model: on the mesh of sampling.
       slots: rows on all devices.
       row_length: tokens of a row.
     """
+    config, mesh = model.config, model.mesh
     tp = mesh.size(mesh.tp)
     slots //= mesh.size(mesh.dp)
-    row_length = cache_columns(row_length, model, mesh)
-    if caches_latent(model):
+    row_length = cache_columns(row_length, model)
+    if caches_latent(config):
         # Replicated over tp: every head needs all of it.
-        assert model.mla is not None
-        widths = model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
+        assert config.mla is not None
+        widths = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
     else:
-        widths = model.num_kv_heads // tp * (model.head_dim + model.v_head_dim)
-    itemsize = jax.numpy.dtype(model.dtype).itemsize
-    attending = model.num_layers - len(delta_layers(model))
-    return slots * (attending * row_length * widths * itemsize + _state_bytes(model, tp, itemsize))
+        widths = config.num_kv_heads // tp * (config.head_dim + config.v_head_dim)
+    itemsize = jax.numpy.dtype(config.dtype).itemsize
+    attending = config.num_layers - len(delta_layers(config))
+    return slots * (attending * row_length * widths * itemsize + _state_bytes(config, tp, itemsize))
 
 
-def _state_bytes(model: ModelConfig, tp: int, itemsize: int) -> int:
+def _state_bytes(config: ModelConfig, tp: int, itemsize: int) -> int:
     """Bytes of a row's states in the layers with Gated DeltaNet, whatever its length."""
-    if model.delta is None:
+    if config.delta is None:
         return 0
-    delta = model.delta
+    delta = config.delta
     state = delta.num_value_heads // tp * delta.key_head_dim * delta.value_head_dim
     tail = delta.num_key_heads // tp * delta.content_dim * (delta.conv_width - 1)
     # The recurrent state is float32.
     return len(delta.layers) * (4 * state + itemsize * tail)
 
 
-def logits_bytes(model: ModelConfig, geometry: Geometry, rows: int) -> int:
+def logits_bytes(config: ModelConfig, geometry: Geometry, rows: int) -> int:
     """Bytes of the float32 logits on one device while `rows` responses are scored in one pass."""
-    mesh, vocab_size = geometry.mesh, model.vocab_size
+    mesh, vocab_size = geometry.mesh, config.vocab_size
     # Of responses only: states before prompt tokens never reach the LM head.
     section = -(-rows // mesh.size(mesh.dp)), geometry.response_length
     tokens = geometry.num_tokens(section) // mesh.size(mesh.cp)
-    width, chunk = -(-vocab_size // mesh.size(mesh.tp)), model.execution.vocab_chunk
+    width, chunk = -(-vocab_size // mesh.size(mesh.tp)), config.execution.vocab_chunk
     num_logits = tokens * (width if chunk is None else min(chunk, width))
     # Top-k and top-p need all logits of a row: rows are sharded over tp instead of the vocabulary.
     if sampling_of(geometry.recipe).truncates:
@@ -506,13 +507,13 @@ def logits_bytes(model: ModelConfig, geometry: Geometry, rows: int) -> int:
     return 4 * num_logits
 
 
-def choices_bytes(model: ModelConfig, tokens: int) -> int:
+def choices_bytes(config: ModelConfig, tokens: int) -> int:
     """Bytes of the expert ids of `tokens`."""
-    num_ids = tokens * model.num_expert_layers * model.experts_per_token
-    return num_ids * choices_dtype(model.num_experts).itemsize
+    num_ids = tokens * config.num_expert_layers * config.experts_per_token
+    return num_ids * choices_dtype(config.num_experts).itemsize
 
 
-def stage_input_bytes(model: ModelConfig, geometry: Geometry) -> int:
+def stage_input_bytes(config: ModelConfig, geometry: Geometry) -> int:
     """Bytes of the layers' inputs that a pipeline stage keeps during an update, for all chunks in
     flight."""
     mesh = geometry.mesh
@@ -522,9 +523,9 @@ def stage_input_bytes(model: ModelConfig, geometry: Geometry) -> int:
     # Slot indices start at 0.
     chunks = 1 + max(map(max, schedule.slots()))
     # Dense first layers run with the embedding, outside of the chunks.
-    layers = placement.stored_depth(model.num_layers - model.num_dense_layers, mesh)
-    itemsize = jax.numpy.dtype(model.dtype).itemsize
-    return chunks * layers * tokens * model.d_model * itemsize
+    layers = placement.stored_depth(config.num_layers - config.num_dense_layers, mesh)
+    itemsize = jax.numpy.dtype(config.dtype).itemsize
+    return chunks * layers * tokens * config.d_model * itemsize
 
 
 CPU_CACHE_BYTES = 2 << 30
@@ -544,10 +545,11 @@ def evaluation_slots(setup: Setup, rows: int) -> tuple[int, str]:
     Raises:
       ValueError: for a number that does not divide over the devices, or whose cache does not fit.
     """
-    model, mesh, requested = setup.model.without_adapters(), setup.rollout_mesh, setup.run.slots
+    mesh, requested = setup.rollout_mesh, setup.run.slots
+    model = Model(setup.model.without_adapters(), mesh)
     unit, total = setup.geometry.slots_unit, device_memory(mesh)
     row_length = setup.prompt_length + setup.response_length
-    cache_bytes_of = partial(cache_bytes, model, mesh, row_length=row_length)
+    cache_bytes_of = partial(cache_bytes, model, row_length=row_length)
     if requested is None:
         # Rounded up: a few slots may stay empty, and each rank has at least one.
         needed = -(-min(rows, MAX_SLOTS) // unit) * unit
@@ -573,9 +575,9 @@ def _budget(setup: Setup, total: int | None) -> int:
     devices = local_devices(mesh)
     if total is None or devices[0].platform == "cpu":
         return CPU_CACHE_BYTES // len(devices)
-    model = setup.model.without_adapters()
+    model = Model(setup.model.without_adapters(), mesh)
     # As loaded, and unstacked by layers for decoding.
-    free = total - weight_bytes(model, mesh) - unstacked_bytes(model, mesh, is_stored=False)
+    free = total - weight_bytes(model) - unstacked_bytes(model, is_stored=False)
     return max(free // 2, 0)
 
 

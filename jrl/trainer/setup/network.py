@@ -16,7 +16,7 @@ from jrl.setting import names_with
 from moe.architecture.feed_forward import can_drop
 from moe.architecture.lora import Lora, is_target
 from moe.attention.context_parallel import context_of
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.execution import Execution
 from moe.experts.dispatch.choice import check_dispatch
 from moe.experts.dispatch.cost import TokenExchange, cheapest, explain_choice, peer_capacity_of
@@ -29,7 +29,7 @@ from sharding.costs.dispatch import GPU_BUFFER_FACTOR
 from sharding.folding import FoldedMesh
 
 
-def network_of(model: ModelConfig, run: RunConfig) -> ModelConfig:
+def network_of(config: ModelConfig, run: RunConfig) -> ModelConfig:
     """Network config with the settings of a run.
 
     Raises:
@@ -38,11 +38,11 @@ def network_of(model: ModelConfig, run: RunConfig) -> ModelConfig:
     settings = {item.name: getattr(run, item.name) for item in fields(RouterSettings)}
     requested = {name: value for name, value in settings.items() if value is not None}
     for name, value in requested.items():
-        if name == "bias_update_rate" and value and not model.selection_bias:
+        if name == "bias_update_rate" and value and not config.selection_bias:
             raise _no_effect_error(name, run, "selection bias")
-        if value and not model.num_experts:
+        if value and not config.num_experts:
             raise _no_effect_error(name, run, "experts")
-    capacity = requested.get("capacity_factor", model.capacity_factor)
+    capacity = requested.get("capacity_factor", config.capacity_factor)
     for name in ("drop_policy", "drop_scope"):
         if name in requested and capacity is None:
             raise ValueError(
@@ -50,49 +50,49 @@ def network_of(model: ModelConfig, run: RunConfig) -> ModelConfig:
                 f"makes experts drop: give --capacity-factor, or leave out {flag(name)}."
             )
     for name in names_with(Execution, "experts"):
-        if getattr(run, name) != getattr(Execution, name) and not model.num_experts:
+        if getattr(run, name) != getattr(Execution, name) and not config.num_experts:
             raise _no_effect_error(name, run, "experts")
-    if run.latent is not None and model.mla is None:
+    if run.latent is not None and config.mla is None:
         raise _no_effect_error("latent", run, "latent attention")
-    dtype = model.dtype if run.dtype is None else run.dtype
-    lora = lora_of(model, run)
-    bias_update_rate = requested.get("bias_update_rate", model.bias_update_rate)
-    if lora is not None and model.selection_bias and bias_update_rate:
+    dtype = config.dtype if run.dtype is None else run.dtype
+    lora = lora_of(config, run)
+    bias_update_rate = requested.get("bias_update_rate", config.bias_update_rate)
+    if lora is not None and config.selection_bias and bias_update_rate:
         raise ValueError(
             f"bias_update_rate={bias_update_rate} moves a weight that lora_rank={lora.rank} "
             "freezes: give --bias-update-rate 0."
         )
-    return replace(model, **requested, dtype=dtype, execution=run.execution, lora=lora)
+    return replace(config, **requested, dtype=dtype, execution=run.execution, lora=lora)
 
 
-def frozen_network_of(model: ModelConfig, run: RunConfig, mesh: FoldedMesh) -> ModelConfig:
+def frozen_network_of(config: ModelConfig, run: RunConfig, mesh: FoldedMesh) -> ModelConfig:
     """Network config of a frozen network beside the policy: its own router, the dtype and the
     execution settings of the run as far as they apply to it."""
     execution = run.execution
-    if not model.num_experts:
+    if not config.num_experts:
         settings = names_with(Execution, "experts")
         execution = replace(execution, **{name: getattr(Execution, name) for name in settings})
-    dtype = model.dtype if run.dtype is None else run.dtype
-    model = with_dispatch(replace(model, dtype=dtype, execution=execution), run, mesh)
-    check_supported(model, mesh)
-    check_shardable(model, mesh)
-    return model
+    dtype = config.dtype if run.dtype is None else run.dtype
+    config = with_dispatch(replace(config, dtype=dtype, execution=execution), run, mesh)
+    check_supported(Model(config, mesh))
+    check_shardable(config, mesh)
+    return config
 
 
-def lora_of(model: ModelConfig, run: RunConfig) -> Lora | None:
+def lora_of(config: ModelConfig, run: RunConfig) -> Lora | None:
     """LoRA settings of a run; None without adapters."""
     if run.lora_rank is None:
         return None
-    available = targets_of(model)
+    available = targets_of(config)
     # The head is adapted only if it is named.
     default_targets = tuple(target for target in available if target != "head")
     targets = default_targets if run.lora_targets is None else tuple(run.lora_targets.split(","))
     if not all(map(is_target, targets)):
         check_packages(f"lora_targets={run.lora_targets!r}")
-        targets = targets_from_modules(model, targets)
+        targets = targets_from_modules(config, targets)
     alpha = 2.0 * run.lora_rank if run.lora_alpha is None else run.lora_alpha
     lora = Lora(run.lora_rank, alpha, targets, run.lora_rank_stabilised)
-    weights = (*available, *adaptable_weights(model))
+    weights = (*available, *adaptable_weights(config))
     absent = [target for target in targets if target not in weights]
     if absent:
         raise ValueError(
@@ -102,25 +102,25 @@ def lora_of(model: ModelConfig, run: RunConfig) -> Lora | None:
     return lora
 
 
-def with_dispatch(model: ModelConfig, run: RunConfig, mesh: FoldedMesh) -> ModelConfig:
+def with_dispatch(config: ModelConfig, run: RunConfig, mesh: FoldedMesh) -> ModelConfig:
     """Network config with the token dispatch method and the expert buffers of the run or, by
     default, those that are the fastest on the training mesh. They are set explicitly, so that
     scoring and sampling use the same method, with dropless buffers and on layouts of their own
     too."""
     name = run.dispatch
-    if dispatches_tokens(model, mesh):
+    if dispatches_tokens(Model(config, mesh)):
         if run.buffer_factor is None and mesh.platform == "gpu":
-            execution = replace(model.execution, buffer_factor=GPU_BUFFER_FACTOR)
-            model = replace(model, execution=execution)
+            execution = replace(config.execution, buffer_factor=GPU_BUFFER_FACTOR)
+            config = replace(config, execution=execution)
         # Chosen once, for the training mesh: other passes must not choose another for theirs.
-        name = name or cheapest(exchange_of(model, mesh), mesh)
-    return replace(model, execution=replace(model.execution, dispatch=name))
+        name = name or cheapest(exchange_of(Model(config, mesh)), mesh)
+    return replace(config, execution=replace(config.execution, dispatch=name))
 
 
-def buffers_explained(model: ModelConfig, run: RunConfig) -> str | None:
-    """Explanation of the buffers that `with_dispatch` chose for `model`, in a line; None if it
+def buffers_explained(config: ModelConfig, run: RunConfig) -> str | None:
+    """Explanation of the buffers that `with_dispatch` chose for `config`, in a line; None if it
     chose none."""
-    factor = model.execution.buffer_factor
+    factor = config.execution.buffer_factor
     if run.buffer_factor is not None or factor is None:
         return None
     return (
@@ -129,28 +129,29 @@ def buffers_explained(model: ModelConfig, run: RunConfig) -> str | None:
     )
 
 
-def dispatch_explained(model: ModelConfig, run: RunConfig, mesh: FoldedMesh) -> str | None:
+def dispatch_explained(model: Model, run: RunConfig) -> str | None:
     """Explanation of the choice of `with_dispatch`, in a line; None if it chose none."""
-    if run.dispatch is not None or not dispatches_tokens(model, mesh):
+    if run.dispatch is not None or not dispatches_tokens(model):
         return None
-    return explain_choice(exchange_of(model, mesh), mesh)
+    return explain_choice(exchange_of(model), model.mesh)
 
 
-def dispatches_tokens(model: ModelConfig, mesh: FoldedMesh) -> bool:
+def dispatches_tokens(model: Model) -> bool:
     """True if tokens are dispatched to experts on other devices."""
-    return bool(model.num_experts) and mesh.layout.ep * mesh.layout.etp > 1
+    return bool(model.config.num_experts) and model.mesh.layout.ep * model.mesh.layout.etp > 1
 
 
-def exchange_of(model: ModelConfig, mesh: FoldedMesh) -> TokenExchange:
+def exchange_of(model: Model) -> TokenExchange:
     """Sizes of a layer's token dispatch, for the cost model."""
-    execution, k = model.execution, model.experts_per_token
-    factors = model.capacity_factor, execution.buffer_factor
+    config = model.config
+    execution, k = config.execution, config.experts_per_token
+    factors = config.capacity_factor, execution.buffer_factor
     return TokenExchange(
-        model.num_experts,
+        config.num_experts,
         k,
-        model.d_model,
-        itemsize=2 if model.dtype == "bfloat16" else 4,
-        peer_capacity=peer_capacity_of(k, mesh.layout.ep, *factors),
+        config.d_model,
+        itemsize=2 if config.dtype == "bfloat16" else 4,
+        peer_capacity=peer_capacity_of(k, model.mesh.layout.ep, *factors),
         rate=execution.exchange_rate,
         comm_dtype=execution.activation_wire,
     )
@@ -168,32 +169,33 @@ def first_devices(count: int, setting: str, advice: str) -> list[Any]:
     return devices[:count]
 
 
-def check_supported(model: ModelConfig, mesh: FoldedMesh) -> None:
+def check_supported(model: Model) -> None:
     """Rejects, before compilation, implementations that the devices do not support or that are
     incompatible; the ones that depend on the sizes of a batch are rejected when they run.
 
     Raises:
       ValueError: naming the flag, and a valid choice.
     """
-    execution = model.execution
-    context_of(model, mesh)
-    check_dispatchers(model, mesh)
-    if execution.activation_wire is not None and not dispatches_tokens(model, mesh):
+    execution = model.config.execution
+    context_of(model)
+    check_dispatchers(model.config, model.mesh)
+    if execution.activation_wire is not None and not dispatches_tokens(model):
         raise ValueError(
             f"activation_wire={execution.activation_wire!r} changes nothing on layout "
-            f"{mesh.layout}: no token is sent to experts on another device. Leave out "
+            f"{model.mesh.layout}: no token is sent to experts on another device. Leave out "
             f"{flag('activation_wire')}, or choose a layout with ep or etp."
         )
-    for name, reason, alternative in _obstacles(model, mesh):
+    for name, reason, alternative in _obstacles(model):
         raise ValueError(
             f"{name}={getattr(execution, name)!r} {reason}: leave out {flag(name)}{alternative}."
         )
 
 
-def _obstacles(model: ModelConfig, mesh: FoldedMesh) -> Iterator[tuple[str, str, str]]:
+def _obstacles(model: Model) -> Iterator[tuple[str, str, str]]:
     """Implementations that are not supported: the field, the reason, and an alternative to leaving
     it out."""
-    execution, platform = model.execution, mesh.platform
+    config = model.config
+    execution, platform = config.execution, model.mesh.platform
     for name in ("attention", "decode_attention", "router", "experts"):
         if getattr(execution, name) != "mosaic":
             continue
@@ -201,37 +203,35 @@ def _obstacles(model: ModelConfig, mesh: FoldedMesh) -> Iterator[tuple[str, str,
             yield name, f"is a kernel for NVIDIA's Hopper, not for {platform!r} devices", ""
         elif (foreign := foreign_gpus(hopper_only=name != "router")) is not None:
             yield name, f"does not support {foreign}", ""
-    if execution.attention == "cudnn" and (platform != "gpu" or model.dtype != "bfloat16"):
-        reason = f"takes bfloat16 on NVIDIA GPUs, not {model.dtype} on {platform!r} devices"
+    if execution.attention == "cudnn" and (platform != "gpu" or config.dtype != "bfloat16"):
+        reason = f"takes bfloat16 on NVIDIA GPUs, not {config.dtype} on {platform!r} devices"
         yield "attention", reason, ", or give --dtype bfloat16 there"
-    instead = ", or give --dtype bfloat16" if model.dtype == "float32" else ""
-    if (obstacle := decode_kernel_obstacle(model)) is not None:
+    instead = ", or give --dtype bfloat16" if config.dtype == "float32" else ""
+    if (obstacle := decode_kernel_obstacle(config)) is not None:
         yield "decode_attention", obstacle, instead
     if execution.attention == "mosaic":
-        heads = unsupported_heads(model.dtype, 1, model.head_dim, model.v_head_dim)
+        heads = unsupported_heads(config.dtype, 1, config.head_dim, config.v_head_dim)
         if heads is not None:
             yield "attention", f"is not supported: {heads}", instead
 
 
-def check_dispatchers(model: ModelConfig, *meshes: FoldedMesh) -> None:
+def check_dispatchers(config: ModelConfig, *meshes: FoldedMesh) -> None:
     """Raises ValueError, naming the token dispatcher that was chosen, for a mesh on which it is not
     supported."""
-    execution = model.execution
+    execution = config.execution
     if execution.dispatch is not None:
         for mesh in meshes:
             check_dispatch(execution.dispatch, mesh, execution.server_devices)
 
 
-def check_shardable(model: ModelConfig, *meshes: FoldedMesh) -> None:
+def check_shardable(config: ModelConfig, *meshes: FoldedMesh) -> None:
     """Raises ValueError, naming axis and layout, for a mesh over which the weights cannot be
     sharded."""
     for mesh in meshes:
-        specs(model.without_adapters(), mesh)
+        specs(Model(config.without_adapters(), mesh))
 
 
-def check_overlaps(
-    model: ModelConfig, mesh: FoldedMesh, num_units: int, half_tokens: Sequence[int] = ()
-) -> None:
+def check_overlaps(model: Model, num_units: int, half_tokens: Sequence[int] = ()) -> None:
     """Rejects overlap of communication and computation if it has no effect or is not supported.
 
     Args:
@@ -242,7 +242,8 @@ def check_overlaps(
     Raises:
       ValueError: naming the flag.
     """
-    execution = model.execution
+    config, mesh = model.config, model.mesh
+    execution = config.execution
     layout = mesh.layout
     if execution.overlap_grad_reduce and (layout.pp > 1 or layout.num_devices == 1):
         reason = "there is no other device to sum gradients with"
@@ -254,9 +255,9 @@ def check_overlaps(
         )
     if not execution.two_batch_overlap:
         return
-    if can_drop(model):
+    if can_drop(config):
         raise ValueError(
-            f"two_batch_overlap with capacity_factor={model.capacity_factor} would drop other "
+            f"two_batch_overlap with capacity_factor={config.capacity_factor} would drop other "
             "tokens: the capacity of an expert is that of all tokens of a micro-batch. Leave out "
             "one of them."
         )

@@ -10,28 +10,28 @@ from jrl.trainer.learner.learner import abstract_state, keeps_masters
 from jrl.trainer.setup.geometry import Geometry
 from moe.attention.context_parallel import context_of
 from moe.attention.core import MAX_PLAIN_SCORES_ACCELERATOR, MAX_PLAIN_SCORES_CPU
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.counts import sizes_of
 from moe.execution import TWO_LEVELS
 from moe.experts.dispatch.cost import hardware_of
 from moe.weights import num_trained_parameters
-from sharding.folding import FoldedMesh, Layout
+from sharding.folding import Layout
 from sharding.planner.method import Batch, Method
 from sharding.planner.models import ModelSizes
 
 
 def planner_args(
-    model: ModelConfig, geometry: Geometry, run: RunConfig
+    config: ModelConfig, geometry: Geometry, run: RunConfig
 ) -> tuple[ModelSizes, Layout, Batch, Method]:
     """Arguments of the planner for an update."""
-    batch, mesh = batch_of(geometry), geometry.mesh
-    method = method_of(model, mesh, batch, run)
+    batch, model = batch_of(geometry), Model(config, geometry.mesh)
+    method = method_of(model, batch, run)
     optimizer = replace(geometry.recipe.policy_optimizer, mu_dtype=run.mu_dtype)
     # The planner has the state of AdamW.
     if optimizer.name != "adamw" or optimizer.transformation is not None:
-        method = replace(method, state_bytes=_state_bytes_per_parameter(optimizer, model, mesh))
+        method = replace(method, state_bytes=_state_bytes_per_parameter(optimizer, model))
     # Layers with Gated DeltaNet, which the planner does not describe, count as attention.
-    return sizes_of(replace(model, delta=None)), mesh.layout, batch, method
+    return sizes_of(replace(config, delta=None)), geometry.mesh.layout, batch, method
 
 
 def batch_of(geometry: Geometry) -> Batch:
@@ -42,17 +42,18 @@ def batch_of(geometry: Geometry) -> Batch:
     return Batch(mini, time, mini // geometry.num_micro_batches // geometry.mesh.layout.dp)
 
 
-def method_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch, run: RunConfig) -> Method:
+def method_of(model: Model, batch: Batch, run: RunConfig) -> Method:
     """Planner's execution settings: the network's, and the run's dtypes of gradients and
     moments."""
+    config = model.config
     execution = config.execution
     server_devices = execution.server_devices
     if server_devices is None and execution.dispatch in TWO_LEVELS:
-        server_devices = hardware_of(mesh).domain
+        server_devices = hardware_of(model.mesh).domain
     return Method(
         # None if no token is dispatched.
         dispatch=execution.dispatch or "all_gather",
-        context=context_of(config, mesh),
+        context=context_of(model),
         remat=execution.remat,
         fsdp=execution.fsdp,
         itemsize=2 if config.dtype == "bfloat16" else 4,
@@ -65,15 +66,16 @@ def method_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch, run: RunConfi
         overlap_grad_reduce=execution.overlap_grad_reduce,
         gradient_wire=run.gradient_wire,
         mu_dtype=run.mu_dtype,
-        attention=attention_of(config, mesh, batch),
-        duplicates_experts=mesh.platform == "cpu",
+        attention=attention_of(model, batch),
+        duplicates_experts=model.mesh.platform == "cpu",
         server_devices=server_devices,
     )
 
 
-def attention_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch) -> str | None:
+def attention_of(model: Model, batch: Batch) -> str | None:
     """Attention implementation that stores scores in memory, for `Method.attention`: the one that
     `moe.attention.core` would choose for a micro-batch; None for a kernel."""
+    config, mesh = model.config, model.mesh
     implementation = config.execution.attention
     if implementation is not None:
         return {"plain": "plain", "xla": "plain", "blocked": "blocked"}.get(implementation)
@@ -88,10 +90,8 @@ def attention_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch) -> str | N
     return "blocked" if scores > max_scores else "plain"
 
 
-def _state_bytes_per_parameter(
-    optimizer: Optimizer, config: ModelConfig, mesh: FoldedMesh
-) -> float:
+def _state_bytes_per_parameter(optimizer: Optimizer, model: Model) -> float:
     """Bytes of the optimizer's state per trained parameter, on average over the network."""
-    like = abstract_state(optimizer, config, mesh)
+    like = abstract_state(optimizer, model)
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
-    return total / num_trained_parameters(config)
+    return total / num_trained_parameters(model.config)

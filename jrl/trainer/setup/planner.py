@@ -14,7 +14,7 @@ from jrl.trainer.setup.network import check_overlaps, check_supported, with_disp
 from jrl.trainer.setup.plan_inputs import planner_args
 from jrl.trainer.setup.setup import Setup
 from moe.architecture.feed_forward import can_drop
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.counts import sizes_of
 from moe.placement import specs
 from sharding.costs.hardware import HARDWARE, Hardware, find_hardware
@@ -48,7 +48,7 @@ def times_with_overlap(
             continue
         # The same check as for a run that requests it.
         try:
-            check_overlaps(overlapped, geometry.mesh, *geometry.overlap_units(run.packing))
+            check_overlaps(Model(overlapped, geometry.mesh), *geometry.overlap_units(run.packing))
         except ValueError:
             continue
         costs[name] = time_of_update(overlapped, geometry, run, hardware)
@@ -150,19 +150,19 @@ def with_layout(setup: Setup, recipe: Recipe, layout: Layout) -> Setup:
       ValueError: where the layout is not valid for the run.
     """
     mesh = fold(layout, jax.devices()[: layout.num_devices])
-    specs(setup.model, mesh)
+    specs(Model(setup.model, mesh))
     if setup.run.packing and layout.pp > 1:
         raise ValueError("packing=True is not supported with pp.")
     run = replace(setup.run, layout=str(layout))
     # As in a run on this layout: its mini-batch may differ, so time is compared per sequence.
     divided_recipe = recipe.divided(layout.dp).fitted(setup.response_length)
     model = with_dispatch(setup.model, run, mesh)
-    check_supported(model, mesh)
+    check_supported(Model(model, mesh))
     new_setup = replace(setup, run=run, recipe=divided_recipe, mesh=mesh, model=model)
     new_setup = replace(new_setup, recipe=new_setup.geometry.with_micro_batch().recipe)
     new_setup.geometry.check()
     new_setup.geometry.slots(run.slots)
-    check_overlaps(new_setup.model, mesh, *new_setup.geometry.overlap_units(run.packing))
+    check_overlaps(Model(new_setup.model, mesh), *new_setup.geometry.overlap_units(run.packing))
     return new_setup
 
 

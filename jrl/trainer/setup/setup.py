@@ -66,7 +66,7 @@ from jrl.trainer.setup.network import (
 )
 from jrl.trainer.state import Randomness
 from moe.architecture.feed_forward import can_drop
-from moe.config import PRESETS, ModelConfig, preset
+from moe.config import PRESETS, Model, ModelConfig, preset
 from moe.disaggregated.split import SplitMesh, devices_of
 from moe.disaggregated.weights import check_splits
 from sharding.folding import FoldedMesh, Layout, fold
@@ -448,11 +448,11 @@ def check_layout(setup: Setup) -> None:
     """Checks that the network and the batches of a run divide over its layout; raises ValueError,
     naming what does not."""
     network, geometry = setup.model, setup.geometry
-    check_supported(network, setup.mesh)
+    check_supported(Model(network, setup.mesh))
     check_dispatchers(network, setup.rollout_mesh)
     check_shardable(network, setup.mesh, setup.rollout_mesh)
     geometry.check()
-    check_overlaps(network, setup.mesh, *geometry.overlap_units(setup.run.packing))
+    check_overlaps(Model(network, setup.mesh), *geometry.overlap_units(setup.run.packing))
     geometry.slots(setup.run.slots)
 
 

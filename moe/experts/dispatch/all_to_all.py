@@ -80,8 +80,8 @@ def one_level_dispatch(
     A token is sent once to each device that has some of its experts, with all its expert ids and
     gate weights, and one sum of their outputs comes back.
 
-    Communication per device and layer, forward, with R from `peer_tokens`: that of `exchange`, and
-    over ``etp`` an all-gather of ``R ep`` tokens and a reduce-scatter back.
+    Communication per device and layer, forward, with R from `peer_tokens`: as `exchange`, and over
+    ``etp`` an all-gather of ``R ep`` tokens and a reduce-scatter back.
 
     References:
       Liu et al., "MoE Parallel Folding", 2025, figure 2. https://arxiv.org/abs/2504.14960
@@ -108,8 +108,8 @@ def exchange_tokens(
     out and back; ``2 k`` numbers of routing go out with each token.
 
     Args:
-      routing: expert ids over the experts of all devices; those of other peers than `peers` are
-        passed over.
+      routing: expert ids over the experts of all devices; ids of peers that are not among `peers`
+        are passed over.
       compute: of the tokens that this device receives.
 
     Returns:

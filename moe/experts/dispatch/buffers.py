@@ -114,7 +114,7 @@ def mask_replicated_bias(weights: Experts[Array], mesh: FoldedMesh) -> Experts[A
 def has_experts_at(
     experts: Int[Array, "token k"], num_local: int, num_peers: int
 ) -> Bool[Array, "token peer"]:
-    """True where a token has an expert on the device along ``ep``."""
+    """True for a token and a device along ``ep`` that has one of its experts."""
     # Padding has an expert id past the last and so a peer past the last.
     peer = experts // num_local
     return jnp.any(peer[:, :, None] == jnp.arange(num_peers)[None, None, :], axis=1)
@@ -138,7 +138,7 @@ def slots_of(
 
 def _first_true(mask: Bool[Array, "token column"], columns: int) -> Int[Array, "token columns"]:
     """Indices of `columns` columns for each token, the true ones first, in order."""
-    # By counting: few columns are compared with each other, without a sort.
+    # By counting and not by sorting: few columns are compared with each other.
     so_far, others = jnp.cumsum(mask, axis=1), jnp.cumsum(~mask, axis=1)
     rank = jnp.where(mask, so_far, so_far[:, -1:] + others) - 1
     return jnp.argmax(rank[:, None, :] == jnp.arange(columns)[None, :, None], axis=2)

@@ -9,7 +9,7 @@ A token is sent to a device once, however many of its experts are there, and one
 Buffers have static shapes. By default they are large enough for any routing, so that the result
 never depends on load balance (Megatron's dropless); with a capacity they shrink to what it admits.
 With a `buffer_factor` they have that multiple of balanced load. Overflow contributes nothing and is
-counted: if the sum over devices and layers is not 0, the result is not that of the routing, and the
+counted: if the sum over devices and layers is not 0, tokens are missing from the result, and the
 caller must recompute it with larger buffers.
 
 Rounded to the dtype of the tokens are: a row after each of its two products, and its hidden units
@@ -85,8 +85,8 @@ def dispatch(
 
     Returns:
       The sums, and the number of expert ids that overflowed at this device, as sender or receiver;
-      0 without a `buffer_factor`, if `capacity` is correct. If any device has an overflow, the sums
-      are not those of the routing.
+      0 if there is no `buffer_factor` and `capacity` is correct. If any device has an overflow,
+      tokens are missing from the sums.
 
     Raises:
       ValueError: see `check_dispatch`.
@@ -122,9 +122,8 @@ def rows_received(
     """Number of rows of ``d_model`` elements that one device receives per layer in the forward
     pass.
 
-    They are those of `sharding.costs.dispatch.TokenDispatch.token_transfers`, with R from
-    `peer_tokens`. For "ragged" and "two_level_ragged" it is the bound, what "all_to_all" and
-    "two_level" receive.
+    `sharding.costs.dispatch.TokenDispatch.token_transfers` counts them, with R from `peer_tokens`.
+    For "ragged" and "two_level_ragged" it is the bound, what "all_to_all" and "two_level" receive.
 
     The backward pass moves as much again, and half of that once more where tokens are not kept for
     it (`moe.remat`). In half precision the sums of "all_gather", forward and backward, travel as

@@ -1,10 +1,9 @@
 """Cost model of token dispatchers: predicted time of their collectives, and the cheapest one.
 
-Bytes are those of `sharding.costs.dispatch`, links those of `sharding.costs.hardware`. Sent bytes
-are counted: for "ragged" those of balanced routing, for the others those of their full
-buffers. The time is for many tokens, for which latencies are negligible, so that the result depends
-on the network, its mesh and its devices and not on a batch: training, scoring and sampling choose
-the same dispatcher.
+Bytes come from `sharding.costs.dispatch`, links from `sharding.costs.hardware`. Sent bytes are
+counted: of balanced routing for "ragged", of full buffers for the others. The time is for many
+tokens, for which latencies are negligible, so that the result depends on the network, its mesh and
+its devices and not on a batch: training, scoring and sampling choose the same dispatcher.
 """
 
 import math

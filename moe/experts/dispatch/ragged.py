@@ -82,7 +82,7 @@ class ExchangePlan(NamedTuple):
 def plan_exchange(
     counts: Int[Array, "peer peer"], num_slots: int, rank: Int[Array, ""]
 ) -> ExchangePlan:
-    """Slices of `peer_slices`, and those of their scale groups."""
+    """Slices of `peer_slices`, and the slices of their scale groups."""
     at_receiver = jnp.minimum(jnp.cumsum(counts, axis=0) - counts, num_slots)
     group_counts = -(-jnp.minimum(counts, num_slots - at_receiver) // compression.GROUP_TOKENS)
     group_slots = num_groups(num_slots, counts.shape[0])
@@ -131,7 +131,7 @@ def exchange_rows(
 
     Args:
       name: checkpoint name of the result, for `moe.remat`.
-      comm_dtype: communication dtype. None is that of the rows; FP8 sends bytes and a scale for
+      comm_dtype: communication dtype. None is the rows' dtype; FP8 sends bytes and a scale for
         each row, and backward a scale for each channel of a group of rows (`sharding.compression`).
     """
     rows = vary(rows, links.axes)

@@ -86,7 +86,7 @@ def expert_servers(mesh: FoldedMesh, server_devices: int | None) -> ServerGroups
         join (`sharding.costs.hardware`).
 
     Raises:
-      ValueError: for devices of an unknown kind without a number, and where servers have unequal
+      ValueError: for devices of an unknown kind if no number is given, and if servers have unequal
         parts of the devices along ``ep``.
     """
     if server_devices is None:

@@ -29,11 +29,11 @@ def mosaic_attention(
     """`moe.ops.attention.flash_attention` by kernels for Hopper, which skip each block of keys
     that the ranges of its mask fields show to be hidden.
 
-    Scores, softmax and sums are float32; exponentials are rounded to the dtype of the values and
-    score gradients to that of the queries, as the results are.
+    Scores, softmax and sums are float32. Exponentials are rounded to the dtype of the values, score
+    gradients to the dtype of the queries, as the results are.
 
     Args:
-      query, key, value: arrays without an `obstacle`.
+      query, key, value: arrays for which `obstacle` is None.
     """
     # Sinks rescale the output, so it must not be rounded before.
     flash = _rounding(jnp.dtype(value.dtype if sinks is None else jnp.float32), value.dtype)

@@ -55,7 +55,7 @@ class VisitRange(NamedTuple):
 
     Attributes:
       first, stop: the first, and one past the last, of the blocks with scores that may be visible.
-      clear, clear_stop: range of consecutive blocks that are visible completely, without a mask.
+      clear, clear_stop: range of consecutive blocks that are completely visible and need no mask.
     """
 
     first: Any
@@ -75,7 +75,7 @@ def visit_table(
     query: TokenIndices, key: TokenIndices, window: Window, *, by_query: bool
 ) -> Int[Array, "row block bound"]:
     """Table of `VisitRange`: for each block of queries the blocks of keys, or for each block of
-    keys those of queries.
+    keys the blocks of queries.
 
     Args:
       query, key: mask fields in blocks, as `block_mask` gives them.
@@ -92,10 +92,10 @@ def visit_table(
     )
     block, end = lax.broadcasted_iota(jnp.int32, visible.shape, 2), visible.shape[2]
     stop = jnp.max(jnp.where(visible, block + 1, 0), axis=2)
-    # An empty range where nothing is visible: `first` is then not past `stop`, which is 0.
+    # If nothing is visible, the range is empty: `first` is then not past `stop`, 0.
     first = jnp.minimum(jnp.min(jnp.where(visible, block, end), axis=2), stop)
-    # One range is enough: under a causal mask the blocks without a hidden score are consecutive.
-    # Any further ones are masked, which is slower and gives the same.
+    # One range is enough: under a causal mask the completely visible blocks are consecutive. Any
+    # further ones are masked: slower, with the same result.
     clear = jnp.min(jnp.where(fully_visible, block, end), axis=2)
     later = ~fully_visible & (block > clear[..., None])
     clear_stop = jnp.min(jnp.where(later, block, end), axis=2)
@@ -146,7 +146,7 @@ def apply_mask(
     *,
     by_query: bool,
 ) -> Array:
-    """Scores, with `value` where a query does not see a key.
+    """Replaces the scores of hidden keys by `value`.
 
     Args:
       rows: mask fields of the tokens that are the rows of the matrix, `load_mask`.
@@ -156,7 +156,7 @@ def apply_mask(
     """
 
     def mask_scores(scores: Array) -> Array:
-        # The columns' fields are loaded here, so that blocks without a mask do not read them.
+        # The columns' fields are loaded here, so that blocks that need no mask do not read them.
         fields = rows, load_mask(target, columns, 1)
         broadcast = [
             [target.broadcast(x, scores.shape, dimension) for x in vectors]

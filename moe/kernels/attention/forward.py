@@ -106,7 +106,7 @@ def attend(
         query_block = locate_query_block(program, group, num_blocks, kv_heads)
         # All heads of a row have the same mask, so the table is per row.
         visits = read_visits(table, query_block.row * num_blocks + query_block.block)
-        # First unit of the program's queries among those of all heads, and of all rows.
+        # First unit of the program's queries among the units of all heads, and of all rows.
         first = (query_block.head * num_blocks + query_block.block) * CONSUMERS
         in_row = (query_block.row * num_blocks + query_block.block) * CONSUMERS
 
@@ -142,7 +142,7 @@ def attend(
                 return target.add_product(sums, powers.astype(values.dtype), values), total, now
 
             # `top` is in base 2 with the scale included; it becomes a natural logarithm below.
-            # Finite, as the difference of two infinities is NaN: for queries without a key so far.
+            # Finite for queries that have no key so far: the difference of two infinities is NaN.
             zeros, least = (target.full((UNIT,), fill) for fill in (0.0, MASK_VALUE))
             sums, total, top = visit(step, (target.full((UNIT, wide), 0.0), zeros, least))
             # The largest exponential is 1, so the total is at least 1 unless no block was visited.

@@ -1,5 +1,5 @@
 """Backward pass of attention on Hopper's matrix units: one kernel for the gradients of queries,
-which loops over keys, and one for those of keys and values, which loops over queries.
+which loops over keys, and one for the gradients of keys and values, which loops over queries.
 
 Each element is summed by one program, in registers and in a fixed order, so results are
 deterministic: sums in memory would need atomics, whose order and rounding vary. The price is that
@@ -164,7 +164,7 @@ def _query_gradients(
     def body(target, program, table, *refs):
         *refs, grad_query = refs
         block_refs = AttentionOperands(*refs)
-        # The order of programs is that of the forward pass, for the same reasons.
+        # The programs have the order of the forward pass, for the same reasons.
         query_block = locate_query_block(program, sizes.group, num_blocks, sizes.kv_heads)
         visits = read_visits(table, query_block.row * num_blocks + query_block.block)
         first = (query_block.head * num_blocks + query_block.block) * consumers
@@ -238,7 +238,7 @@ def _key_value_gradients(
         visits = read_visits(table, row * num_blocks + block)
         first, in_row = program * units, (row * num_blocks + block) * units
         # Blocks are numbered head after head, over all query heads of this key/value head. At least
-        # 1, as numbers are divided by it even where no query sees these keys.
+        # 1, as numbers are divided by it even if no query sees these keys.
         visits_per_head = jnp.maximum(visits.length, 1)
 
         def query_block_index(index):
@@ -264,7 +264,7 @@ def _key_value_gradients(
             def step(index, block, totals):
                 query, out_gradient, row_stats, query_mask = block
 
-                # Loaded where it is used: held from the start, both numbers per query would take
+                # Loaded at its use: held from the start, both numbers per query would take
                 # registers that the sums need.
                 def row_stat(field):
                     return target.broadcast(target.load(row_stats.at[field], 1), (UNIT, UNIT), 1)

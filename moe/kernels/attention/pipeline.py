@@ -4,7 +4,7 @@ compute with them (warp specialisation, as in FlashAttention-3).
 Shared memory has two slots for each kind of block: one is read while the other is being filled. The
 producer needs few registers and releases the rest to the consumers, where the assembler lets it: in
 code that nvJitLink links, as in JAX's pip packages, ``setmaxnreg`` is ignored, and each thread of
-three warpgroups has 168 registers. Kernels that need more do without a producer: the first of two
+three warpgroups has 168 registers. Kernels that need more have no producer: the first of two
 consumers fills the slots, and each thread has up to 255 registers.
 """
 
@@ -36,7 +36,7 @@ class BlockLoop(NamedTuple):
       slots: shared memory of each kind.
       arrived, free: barriers, one per slot: the block has been copied; all consumers have read it.
       blocks: from the number of a visit to the blocks of each kind, in device memory.
-      refills: true for a consumer that fills the slots itself, where there is no producer.
+      refills: true for a consumer that fills the slots itself, in a kernel that has no producer.
     """
 
     count: Any
@@ -54,7 +54,7 @@ class BlockLoop(NamedTuple):
             mosaic_gpu().barrier_wait(self.arrived.at[slot])
             carry = step(index, [x.at[slot] for x in self.slots], carry)
 
-            # No warpgroup waits for the last blocks: without a waiter, nothing arrives.
+            # No warpgroup waits for the last blocks, so nothing arrives.
             @pl.when(index + SLOTS < self.count)
             def _():
                 mosaic_gpu().barrier_arrive(self.free.at[slot])

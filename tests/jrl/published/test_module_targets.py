@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from jrl.published.adapters import targets_from_modules
 from moe import huggingface
 from moe.architecture.lora import Lora
-from moe.config import PRESETS
+from moe.config import PRESETS, Model
 from moe.weights import adaptable_weights, initialise_trained, table, targets_of
 
 FIXTURES = Path(__file__).parents[2] / "moe" / "huggingface"
@@ -95,7 +95,7 @@ def test_a_part_of_a_group_is_written_and_read_under_its_names(tmp_path):
     assert options["target_modules"] == ["self_attn.kv_b_proj", "self_attn.o_proj"]
     assert options["target_parameters"] == ["mlp.down_proj.weight"]
     assert huggingface.adapters_of(tmp_path, config) == config.lora
-    read = huggingface.load_adapters(tmp_path, config, mesh_of("dp1"))
+    read = huggingface.load_adapters(tmp_path, Model(config, mesh_of("dp1")))
     chex.assert_trees_all_equal(read, learned)
 
 

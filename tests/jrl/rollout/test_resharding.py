@@ -23,6 +23,7 @@ from jrl.rollout.resharding import (
 from jrl.rollout.sampling import GREEDY
 from moe import placement
 from moe import weights as moe_weights
+from moe.config import Model
 from sharding.folding import Layout, fold
 
 
@@ -40,7 +41,7 @@ def numbered(config, mesh):
         leaves.append(numbers.reshape(shape.shape))
         start += shape.size
     weights = placement.in_chunks(structure.unflatten(leaves), mesh)
-    return jax.device_put(weights, placement.shardings(config, mesh))
+    return jax.device_put(weights, placement.shardings(Model(config, mesh)))
 
 
 @pytest.mark.parametrize(
@@ -75,8 +76,8 @@ def test_weights_arrive_whole_and_where_decoding_wants_them(training, rollout):
     config = small_model(vocab_size=8, num_layers=4)
     source = mesh_of(training)
     target = rollout_mesh(rollout, source)
-    moved = reshard(numbered(config, source), config, source, target)
-    expected = placement.shardings(config, target)
+    moved = reshard(numbered(config, source), Model(config, source), target)
+    expected = placement.shardings(Model(config, target))
     for leaf, sharding in zip(jax.tree.leaves(moved), jax.tree.leaves(expected), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
     chex.assert_trees_all_equal(moved, numbered(config, mesh_of("dp1")))
@@ -86,9 +87,9 @@ def test_weights_arrive_whole_and_where_decoding_wants_them(training, rollout):
 def test_a_policy_moves_once_per_load(monkeypatch):
     moves = []
 
-    def counted(weights, *meshes):
+    def counted(weights, *model_and_mesh):
         moves.append(weights)
-        return reshard(weights, *meshes)
+        return reshard(weights, *model_and_mesh)
 
     monkeypatch.setattr(resharding, "reshard", counted)
     config, mesh = small_model(vocab_size=8), mesh_of("dp2 cp2")
@@ -111,7 +112,8 @@ def test_where_training_can_decode_nothing_moves():
     named = small_setup(run=small_run(layout="tp2 dp2 / ep4", rollout_layout="dp2 tp2 / ep4"))
     assert named.rollout_mesh is named.mesh
     weights = numbered(setup.model, setup.mesh)
-    assert rollout_policy(weights, setup.model, setup.mesh, setup.rollout_mesh) is weights
+    model = Model(setup.model, setup.mesh)
+    assert rollout_policy(weights, model, setup.rollout_mesh) is weights
 
 
 @pytest.mark.parametrize(
@@ -143,8 +145,8 @@ def test_weights_move_to_devices_of_their_own(training, rollout):
         training, rollout_mesh(None, training)
     )
     weights = numbered(config, training)
-    moved = rollout_policy(weights, config, training, beside)
-    expected = placement.shardings(config, beside)
+    moved = rollout_policy(weights, Model(config, training), beside)
+    expected = placement.shardings(Model(config, beside))
     for leaf, sharding in zip(jax.tree.leaves(moved), jax.tree.leaves(expected), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
     chex.assert_trees_all_equal(moved, numbered(config, mesh_of("dp1")))

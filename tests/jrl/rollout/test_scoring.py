@@ -12,6 +12,7 @@ from tiers import full_but
 
 from jrl.rollout.sampling import GREEDY, Sampling
 from moe import model
+from moe.config import Model
 from moe.placement import specs
 
 # float32: the same sums, in blocks of other sizes.
@@ -88,12 +89,13 @@ def test_agreement_is_the_layout_s_too():
 def test_scores_are_those_of_the_token_they_stand_at():
     decoder = Asked()
     rollout, mesh = decode(decoder), decoder.mesh
+    network = Model(CONFIG, mesh)
     logprobs, _, entropy = scored(decoder, rollout)
     step = jax.jit(
         jax.shard_map(
-            lambda w, t, v: model.next_token_logits(w, t, v, CONFIG, mesh)[0],
+            lambda w, t, v: model.next_token_logits(w, t, v, network)[0],
             mesh=mesh.mesh,
-            in_specs=(specs(CONFIG, mesh), P(), P()),
+            in_specs=(specs(network), P(), P()),
             out_specs=P(mesh.axes),
         ),
         compiler_options=FAST_COMPILE,
@@ -117,6 +119,8 @@ def test_the_sampler_s_logprobs_carry_no_gradient():
     decoder = Asked(Sampling(top_k=3))
     mesh, rollout = decoder.mesh, decode(Asked())
 
+    network = Model(CONFIG, mesh)
+
     def local(weights, tokens, valid):
         def totals(weights):
             given = scores(decoder, weights, tokens, valid)
@@ -129,11 +133,11 @@ def test_the_sampler_s_logprobs_carry_no_gradient():
         one, zero = jnp.ones_like(of_sampler), jnp.zeros_like(of_sampler)
         return back((one, zero))[0].head, back((zero, one))[0].head, of_sampler
 
-    head = specs(CONFIG, mesh).head
+    head = specs(network).head
     step = jax.shard_map(
         local,
         mesh=mesh.mesh,
-        in_specs=(specs(CONFIG, mesh), P(), P()),
+        in_specs=(specs(network), P(), P()),
         out_specs=(head, head, P()),
     )
     given = weights(), rollout.tokens, rollout.valid

@@ -31,6 +31,7 @@ from jrl.trainer import step as stepping
 from jrl.trainer.learner.update import statistics_of
 from jrl.trainer.scoring import logprobs_and_choices_of, logprobs_of
 from moe import model
+from moe.config import Model
 from moe.execution import Execution
 from moe.placement import specs
 from sharding.folding import Layout
@@ -77,9 +78,9 @@ def of_plain_rows(layers=2):
     mesh, batch = setup.mesh, small_batch(setup, ROWS)
     step = jax.jit(
         jax.shard_map(
-            lambda *given: model.routing_choices(*given, setup.model, mesh)[None],
+            lambda *given: model.routing_choices(*given, Model(setup.model, mesh))[None],
             mesh=mesh.mesh,
-            in_specs=(specs(setup.model, mesh), P(), P()),
+            in_specs=(specs(Model(setup.model, mesh)), P(), P()),
             out_specs=P(mesh.except_sequence),
         ),
         compiler_options=FAST_COMPILE,

@@ -22,6 +22,7 @@ from jrl.trainer.setup.setup import build_setup
 from jrl.trainer.step import update_rows
 from jrl.trainer.supervised import MAX_ROWS_PER_BIN, heldout_loss
 from moe import model
+from moe.config import Model
 from moe.placement import specs
 
 BATCH = 8
@@ -73,9 +74,9 @@ def test_the_loss_is_that_of_a_plain_oracle(task, packed):
     setup = setup_of(task)
     weights, mesh, config = random_weights(setup, setup.model), setup.mesh, setup.model
     run = on_mesh(
-        lambda w, t: model.next_token_logits(w, t, t >= 0, config, mesh)[0][None],
+        lambda w, t: model.next_token_logits(w, t, t >= 0, Model(config, mesh))[0][None],
         mesh,
-        (specs(config, mesh), P(mesh.dp)),
+        (specs(Model(config, mesh)), P(mesh.dp)),
         P(tuple(axis for axis in mesh.axes if axis not in mesh.dp), mesh.dp),
     )
     losses, likeliest = [], []

@@ -11,6 +11,7 @@ from jrl.losses import EntropyStatistics
 from jrl.recipes import Hapo, Ppo
 from jrl.trainer.setup.setup import build_setup
 from jrl.trainer.state import abstract, init_state, init_weights
+from moe.config import Model
 
 SPREAD = RunConfig(layout="tp2 dp2 / ep4")
 
@@ -30,7 +31,7 @@ SPREAD = RunConfig(layout="tp2 dp2 / ep4")
 )
 def test_a_checkpoint_is_read_into_the_place_that_the_state_has(run, recipe):
     setup = build_setup(run, recipe)
-    weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights"))
+    weights = init_weights(Model(setup.model, setup.mesh), setup.randomness.key("weights"))
     state = init_state(setup.networks, weights, setup.randomness.key("critic"))
     neutral = {"entropy_statistics": EntropyStatistics.neutral()}
     chex.assert_trees_all_equal(state.algorithm, neutral if recipe.name == "hapo" else {})

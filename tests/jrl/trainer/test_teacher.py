@@ -24,7 +24,7 @@ from jrl.trainer.evaluation.saved_policy import load_model
 from jrl.trainer.setup.network import network_of
 from jrl.trainer.setup.setup import build_setup
 from jrl.trainer.step import _score_frozen
-from moe.config import preset
+from moe.config import Model, preset
 from moe.model import next_token_logits
 
 DISTILL = '''
@@ -108,9 +108,9 @@ def test_logprobs_of_a_teacher_equal_its_own_network(tmp_path, teacher):
 
     folder = RunFolder.read(teacher)
     config = network_of(preset("small", setup.tokenizer.vocab_size), run_of(folder))
-    weights, _ = load_model(folder, config, setup.mesh)
+    weights, _ = load_model(folder, Model(config, setup.mesh))
     logits = on_mesh(
-        lambda *inputs: next_token_logits(*inputs, config, setup.mesh)[0][None],
+        lambda *inputs: next_token_logits(*inputs, Model(config, setup.mesh))[0][None],
         setup.mesh,
         (P(), P(), P()),
         P(setup.mesh.axes),

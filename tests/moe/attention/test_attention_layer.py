@@ -9,7 +9,7 @@ from programs import mesh_of, on_mesh
 from references import causal_mask
 
 from moe.attention.layer import attention
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.ops.attention import plain_attention
 from moe.weights import Attention
 
@@ -79,7 +79,7 @@ def test_the_whole_layer(layout):
             )
             return read.reshape(query.shape)
 
-        return attention(weights, x, jnp.asarray(positions), attend, config, mesh, 0)
+        return attention(weights, x, jnp.asarray(positions), attend, Model(config, mesh), 0)
 
     out = on_mesh(local, mesh, (spec, P(mesh.tp)), P(mesh.tp))(
         jax.tree.map(jnp.asarray, weights), jnp.asarray(x)

@@ -14,7 +14,7 @@ from programs import array_sizes, mesh_of, on_mesh
 from tiers import full_but
 
 from moe.attention.context_parallel import context_of
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.execution import Execution
 from moe.remat import rematerialise
 from moe.tokens.packing import pack_rows
@@ -56,7 +56,9 @@ def test_ulysses_repeats_heads_as_often_as_needed(ranks, kv_heads, copies, dtype
         def local(query, key, value, weight):
             execution = Execution(context=context, attention="plain")
             config = network(heads, kv_heads, execution)
-            packed = pack_rows(jnp.zeros((1, time), int), jnp.ones((1, time), bool), mesh, config)
+            packed = pack_rows(
+                jnp.zeros((1, time), int), jnp.ones((1, time), bool), Model(config, mesh)
+            )
             assert packed.zigzag.contiguous == (context == "ulysses")
             own = (
                 local_shard(packed.zigzag.flatten(x[None]), mesh.cp) for x in (query, key, value)
@@ -87,7 +89,9 @@ def traced_cost(context, ranks, time, heads, dtype, remat="none", window=None):
 
     def local(query, key, value):
         config = network(num_heads, kv_heads, Execution(context=context))
-        packed = pack_rows(jnp.zeros((1, time), int), jnp.ones((1, time), bool), mesh, config)
+        packed = pack_rows(
+            jnp.zeros((1, time), int), jnp.ones((1, time), bool), Model(config, mesh)
+        )
         attend = rematerialise(packed.core_attention_of_layer(0, window), remat)
         out, pull = jax.vjp(attend, query, key, value)
         kept.append(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull)))
@@ -102,7 +106,7 @@ def traced_cost(context, ranks, time, heads, dtype, remat="none", window=None):
 
 
 @pytest.mark.slow
-def test_a_ring_leaves_out_what_is_hidden():
+def test_ring_skips_hidden_blocks():
     """Keys and values that are NaN reach whoever computes with them, masked or not."""
     mesh, chunk, time = mesh_of("cp4"), 4, 32
     draw = np.random.default_rng(0)
@@ -116,7 +120,9 @@ def test_a_ring_leaves_out_what_is_hidden():
         whole = [query, *(np.where(bad, np.float32(np.nan), x) for x in sources)]
 
         def read(*whole):
-            packed = pack_rows(jnp.zeros((1, time), int), jnp.ones((1, time), bool), mesh, config)
+            packed = pack_rows(
+                jnp.zeros((1, time), int), jnp.ones((1, time), bool), Model(config, mesh)
+            )
             own = (local_shard(packed.zigzag.flatten(x[None]), mesh.cp) for x in whole)
             out = packed.core_attention_of_layer(0, window)(*own)
             return packed.zigzag.restore(join_shards(out, mesh.cp))[0]
@@ -136,7 +142,7 @@ KEPT = [("none", 2), ("none", 8), ("full", 8)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("remat", "ranks"), full_but(KEPT, KEPT[0]))
-def test_what_a_ring_keeps_is_linear_in_tokens(remat, ranks):
+def test_ring_residuals_are_linear_in_tokens(remat, ranks):
     """Its own part of everything, whatever the number of ranks, and no score."""
 
     def kept(time, ranks):
@@ -176,7 +182,7 @@ def test_none_sends_least(cp, heads, kv_heads, used):
     mesh, config = fold_abstract(Layout(cp=cp)), network(heads, kv_heads)
 
     def local(query, key):
-        packed = pack_rows(jnp.zeros((1, 16), int), jnp.ones((1, 16), bool), mesh, config)
+        packed = pack_rows(jnp.zeros((1, 16), int), jnp.ones((1, 16), bool), Model(config, mesh))
         # Whole sequences are equal work in any order; all else is in zig-zag.
         assert packed.zigzag.contiguous == (used == "all_to_all")
         return packed.core_attention_of_layer(0)(query, key, key)
@@ -199,12 +205,12 @@ def test_none_sends_least(cp, heads, kv_heads, used):
     ],
 )
 @unchecked()
-def test_what_cannot_serve_is_refused(execution, message):
+def test_context_rejects_unsupported_method(execution, message):
     mesh = fold_abstract(Layout(cp=4))
 
     def local(query, key):
         config = network(6, 2, Execution(**execution))
-        packed = pack_rows(jnp.zeros((1, 8), int), jnp.ones((1, 8), bool), mesh, config)
+        packed = pack_rows(jnp.zeros((1, 8), int), jnp.ones((1, 8), bool), Model(config, mesh))
         return packed.core_attention_of_layer(0)(query, key, key)
 
     step = jax.shard_map(local, mesh=mesh.mesh, in_specs=P(mesh.cp), out_specs=P(mesh.cp))
@@ -215,8 +221,8 @@ def test_what_cannot_serve_is_refused(execution, message):
 def test_a_version_of_jax_that_crashes_is_refused(monkeypatch):
     config = network(6, 2, Execution(context="ring"))
     monkeypatch.setattr(jax, "__version__", "0.11.2")
-    assert context_of(config, fold_abstract(Layout(cp=2))) == "ring"
+    assert context_of(Model(config, fold_abstract(Layout(cp=2)))) == "ring"
     with pytest.raises(ValueError, match=r"\(pp=2\) crashes the compiler of JAX 0.11.2: install"):
-        context_of(config, fold_abstract(Layout(cp=2, pp=2)))
+        context_of(Model(config, fold_abstract(Layout(cp=2, pp=2))))
     monkeypatch.setattr(jax, "__version__", "0.12.0.1")
-    assert context_of(config, fold_abstract(Layout(cp=2, pp=2))) == "ring"
+    assert context_of(Model(config, fold_abstract(Layout(cp=2, pp=2)))) == "ring"

@@ -17,7 +17,7 @@ from programs import jit, mesh_of, on_mesh
 from tiers import full_but
 
 from moe.attention.context_parallel import received_elements
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.execution import Execution
 from moe.tokens.packing import pack_rows, pack_segments, pack_shared_prompts
 from sharding.collectives import join_shards, local_shard
@@ -58,11 +58,12 @@ KINDS = ["rows", "shared prompts", "packed"]
 
 
 def batches(mesh, config=None):
+    model = Model(config, mesh)
     tokens, valid = jnp.zeros((BATCH, TIME), int), jnp.asarray(valid_rows())
     return {
-        "rows": pack_rows(tokens, valid, mesh, config),
-        "shared prompts": pack_shared_prompts(tokens, valid, PROMPT, COPIES, mesh, config),
-        "packed": pack_segments(tokens, jnp.asarray(segments()), 12 * BATCH, mesh, config),
+        "rows": pack_rows(tokens, valid, model),
+        "shared prompts": pack_shared_prompts(tokens, valid, PROMPT, COPIES, model),
+        "packed": pack_segments(tokens, jnp.asarray(segments()), 12 * BATCH, model),
     }
 
 
@@ -139,7 +140,7 @@ def visible_pairs(kind, window=None):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("windows", full_but(WINDOWS, "tp2 cp2"))
-def test_one_device_reads_what_it_may(kind, windows):
+def test_one_device_equals_float64_softmax(kind, windows):
     """Against a softmax in float64 over the pairs that the definition allows."""
     query, key, value, weight = (x.astype(np.float64) for x in arrays(kind))
     key, value = (np.repeat(x, HEADS // KV_HEADS, axis=2) for x in (key, value))
@@ -176,8 +177,7 @@ def test_a_ring_in_half_precision_errs_as_little_as_blocks():
             packed = pack_rows(
                 jnp.zeros((BATCH, TIME), int),
                 jnp.asarray(valid_rows()),
-                mesh,
-                network(execution),
+                Model(network(execution), mesh),
             )
             own = (local_shard(packed.zigzag.flatten(x), mesh.cp) for x in given)
             read = packed.core_attention_of_layer(0)(*own, scale=SCALE)
@@ -246,7 +246,7 @@ def elements(shapes):
 
 @pytest.mark.parametrize("layout", full_but(LAYOUTS, "tp2 cp2"))
 @pytest.mark.parametrize("context", full_but(CONTEXTS, *QUICK))
-def test_sends_what_the_docstring_says(context, layout):
+def test_context_parallel_volume_is_as_documented(context, layout):
     """Forward and backward of the three batches: kinds of collectives, and elements sent."""
     _, program, traced = run(context, layout, layout)
     ops = COLLECTIVE.findall(program)
@@ -276,6 +276,6 @@ def test_sends_what_the_docstring_says(context, layout):
     forward = tokens * (cp - 1) / cp * ((queries + keys) / cp if context == "ulysses" else keys)
     config = replace(network(Execution(context=context)), head_dim=HEAD_DIM)
     both = (HEAD_DIM + V_HEAD_DIM) / (2 * HEAD_DIM)  # `received_elements` knows heads of one width
-    assert received_elements(config, mesh_of(layout)) * tokens / cp * both == forward
+    assert received_elements(Model(config, mesh_of(layout))) * tokens / cp * both == forward
     # A ring's keys and values go round twice, and their gradients once.
     assert total == (3 if context == "ring" else 2) * forward

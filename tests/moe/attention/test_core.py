@@ -1,4 +1,4 @@
-"""The fused kernels read what the plain twin reads, and say so where they cannot."""
+"""Fused kernels equal the plain implementation, or name what they do not support."""
 
 import functools
 import re
@@ -56,7 +56,7 @@ CASES = [(*sizes, *reading) for reading in READINGS for sizes in HEAD_DIMS]
     ("head_dim", "v_head_dim", "source", "single", "window"),
     full_but(CASES, CASES[1], CASES[2], CASES[4]),
 )
-def test_xla_reads_what_plain_reads(head_dim, v_head_dim, source, single, window):
+def test_xla_attention_equals_plain(head_dim, v_head_dim, source, single, window):
     """Odd places, heads of sizes that are no multiple of 8, a query that sees nothing."""
     mask = mask_of(TIME, source, single, window)
     seen = np.asarray(jit(lambda q, k: visible(q, k, window).any(axis=-1))(mask.query, mask.key))
@@ -98,7 +98,7 @@ def test_none_is_plain_without_a_gpu():
         ("fast", r"attention='fast' is not known: choose among plain, blocked, xla, cudnn, mosaic"),
     ],
 )
-def test_what_cannot_serve_is_refused(name, message):
+def test_core_attention_rejects_unsupported_name(name, message):
     *given, _ = arrays(8, 8, SOURCE, jnp.bfloat16)
     mask = mask_of(TIME, SOURCE, True)
     with pytest.raises(ValueError, match=message):
@@ -114,7 +114,7 @@ def test_what_cannot_serve_is_refused(name, message):
         (jnp.bfloat16, 264, "9.0", "heads of 264 are wider than 256"),
     ],
 )
-def test_what_a_gpu_cannot_serve_is_refused(dtype, head_dim, capability, message, monkeypatch):
+def test_core_attention_rejects_unsupported_gpu(dtype, head_dim, capability, message, monkeypatch):
     device = functools.partial(type, "Device", (), {"compute_capability": capability})
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [device()])
@@ -162,7 +162,7 @@ def rows_of(batch, time, source, window=None, causal=True, single=True):
         (rows_of(1, 2**14, 2**16), "cudnn"),
     ],
 )
-def test_none_on_a_gpu_is_what_fits(mask, chosen, hopper):
+def test_default_attention_on_gpu_fits_memory(mask, chosen, hopper):
     (batch, time), (_, source) = mask.query.column.shape, mask.key.column.shape
     query, value = (
         jax.ShapeDtypeStruct((batch, size, 4, 64), jnp.bfloat16) for size in (time, source)

@@ -80,7 +80,7 @@ def test_chunks_equal_tokens_and_both_a_loop(time, monkeypatch):
 
 @pytest.mark.slow
 def test_decay_that_leaves_nothing_gives_no_nan():
-    """Its exponential is 0, and that of the differences above the diagonal would be infinite."""
+    """Its exponential is 0; above the diagonal the exponentials would be infinite."""
     tokens, state = inputs(7)
     tokens = tokens._replace(log_decay=jnp.full_like(tokens.log_decay, -300.0))
 

@@ -10,10 +10,12 @@ from tiers import full_but
 
 from moe.architecture.attention import GatedDeltaNet
 from moe.attention.delta import Mixed, run_sections
+from moe.config import Model, ModelConfig
 from moe.tokens.packing import pack_rows, pack_segments, pack_shared_prompts
 
 DELTA = GatedDeltaNet((0,), 2, 4, key_head_dim=3, value_head_dim=5, conv_width=4)
 TIME, PROMPT, COPIES = 9, 5, 2
+ONE = Model(ModelConfig(2), mesh_of("dp1"))
 FILTERS = np.random.default_rng(7).normal(size=(2, DELTA.content_dim, 4))
 
 
@@ -37,7 +39,7 @@ def shared():
 
 
 def rows_mask(valid):
-    return pack_rows(jnp.zeros(valid.shape, int), jnp.asarray(valid), mesh_of("dp1")).mask
+    return pack_rows(jnp.zeros(valid.shape, int), jnp.asarray(valid), ONE).mask
 
 
 def by_rows():
@@ -49,7 +51,7 @@ def by_rows():
 def by_segments():
     segments = packed()
     tokens = jnp.zeros(segments.shape, int)
-    mask = pack_segments(tokens, jnp.asarray(segments), 5, mesh_of("dp1")).mask
+    mask = pack_segments(tokens, jnp.asarray(segments), 5, ONE).mask
     flat = segments.reshape(-1)
     return mask, flat.size, [np.flatnonzero(flat == number) for number in (2, 3, 5)]
 
@@ -57,7 +59,7 @@ def by_segments():
 def by_prompts():
     valid = shared()
     tokens = jnp.zeros(valid.shape, int)
-    mask = pack_shared_prompts(tokens, jnp.asarray(valid), PROMPT, COPIES, mesh_of("dp1")).mask
+    mask = pack_shared_prompts(tokens, jnp.asarray(valid), PROMPT, COPIES, ONE).mask
     prompts = np.arange(2 * PROMPT).reshape(2, PROMPT)
     responses = 2 * PROMPT + np.arange(4 * (TIME - PROMPT)).reshape(4, -1)
     places = np.concatenate([np.repeat(prompts, COPIES, axis=0), responses], axis=1)
@@ -98,7 +100,7 @@ def alone(mixed, places):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", full_but([by_rows, by_segments, by_prompts], by_segments))
-def test_a_sequence_reads_what_it_reads_alone(case):
+def test_delta_sequence_equals_plain_loop(case):
     mask, number, sequences = case()
     mixed, tokens = inputs(number), np.concatenate(sequences)
     valid = np.isin(np.arange(number), tokens)

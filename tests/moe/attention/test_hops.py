@@ -14,7 +14,7 @@ CASES = [(layout, ranks) for layout in ("cp{}", "cp{} pp2") for ranks in (2, 3, 
 
 @pytest.mark.parametrize(("layout", "ranks"), full_but(CASES, ("cp{}", 4), ("cp{} pp2", 6)))
 def test_shards_visit_every_rank_and_come_home(layout, ranks):
-    """What `source` says is what `send` brings; after `ranks` hops all is where it was."""
+    """What `source` says is what `send` brings; after `ranks` hops all is in its first place."""
     mesh = mesh_of(layout.format(ranks))
     hops = hops_of(mesh)
     assert isinstance(hops, Ring if mesh.layout.pp == 1 else Exchange)

@@ -49,7 +49,7 @@ def test_a_number_known_at_run_time_gives_the_same():
         np.testing.assert_allclose(run(jnp.int32(layer)), expected, atol=1e-5, err_msg=str(layer))
 
 
-def test_what_places_are_turned_by_can_be_looked_up():
+def test_rotary_cache_equals_computed_tables():
     turns = rotary_tables(31, CONFIG).gather(POSITIONS)
     run = jit(lambda number: apply_rotary(HEADS, turns, CONFIG, number))
     for layer in range(4):
@@ -89,6 +89,6 @@ def test_interpolated_positions_are_shorter():
         ),
     ],
 )
-def test_what_cannot_be_had_is_one_line(changed, message):
+def test_rope_scaling_rejects_invalid_values(changed, message):
     with pytest.raises(ValueError, match=message):
         replace(CONFIG, **changed)

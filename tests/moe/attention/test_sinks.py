@@ -14,7 +14,7 @@ from moe.attention import blocked as blocking
 from moe.attention.core import core_attention
 from moe.attention.fused import with_sinks
 from moe.cache import StepCore, StepTokens
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.execution import Execution
 from moe.ops.attention import cached_attention
 from moe.ops.mask import Mask, TokenIndices
@@ -125,7 +125,7 @@ def test_a_sink_is_rounded_to_more_digits_than_the_queries_have():
     np.testing.assert_allclose(scores, 1 + 2**-8, rtol=2**-16)
 
 
-def test_a_step_reads_what_the_whole_sequence_does():
+def test_sinks_of_step_equal_whole_sequence():
     query, key, value, sinks, _ = arrays()
     place = LENGTHS - 1
     rows = np.arange(BATCH)
@@ -138,7 +138,7 @@ def test_a_step_reads_what_the_whole_sequence_does():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("context", full_but(["gather blocked", "ring", "ulysses"], "ring"))
-def test_devices_of_a_sequence_read_what_one_does(context):
+def test_sinks_on_sequence_devices_equal_one_device(context):
     way, _, attention = context.partition(" ")
     mesh = mesh_of("tp2 cp2")
     config = ModelConfig(
@@ -149,7 +149,7 @@ def test_devices_of_a_sequence_read_what_one_does(context):
     )
 
     def packed():
-        return pack_rows(jnp.zeros((BATCH, TIME), int), jnp.asarray(valid()), mesh, config)
+        return pack_rows(jnp.zeros((BATCH, TIME), int), jnp.asarray(valid()), Model(config, mesh))
 
     def local(query, key, value, weight, sinks):
         attend = packed().core_attention_of_layer(0, WINDOW)
@@ -173,10 +173,11 @@ def test_devices_of_a_sequence_read_what_one_does(context):
     np.testing.assert_allclose(of_sinks, outcome("plain")[4], atol=3e-6)
 
 
-def test_what_knows_no_sinks_says_so():
+def test_decode_kernel_rejects_sinks():
     config = ModelConfig(2, attention_sinks=True, execution=Execution(decode_attention="mosaic"))
+    model = Model(config, mesh_of("dp1"))
     buffers = jnp.zeros((1, 2, 24, 8)), jnp.zeros((1, 2, 8, 24))
     with pytest.raises(
         ValueError, match="decode_attention='mosaic' is not supported: attention sinks"
     ):
-        StepCore(config, 0, buffers, StepTokens(*jnp.zeros((2, 1), jnp.int32), jnp.ones(1, bool)))
+        StepCore(model, 0, buffers, StepTokens(*jnp.zeros((2, 1), jnp.int32), jnp.ones(1, bool)))

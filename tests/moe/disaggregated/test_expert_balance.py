@@ -87,7 +87,7 @@ def test_placement_is_within_its_bound_of_the_best(experts, slots, devices):
         found = device_loads(loads, plan_placement(loads, slots, devices), devices).max()
         assert found >= best - 1e-12
         worst = max(worst, found / best)
-    # Copies are chosen before places are: the bound of packing without a capacity does not hold.
+    # Copies are chosen before places are: the bound of packing with no capacity does not hold.
     assert 4 / 3 - 1 / (3 * devices) < worst <= 2 - 1 / devices + 1e-12
 
 
@@ -136,6 +136,6 @@ def test_every_expert_has_a_slot_and_every_device_equally_many():
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(call, words):
+def test_placement_rejects_sizes_that_do_not_fit(call, words):
     with pytest.raises(ValueError, match=words):
         call()

@@ -1,4 +1,4 @@
-"""Every message arrives where it is meant for, by any way, and nothing else is sent."""
+"""Every message arrives at its target, by any method, and nothing else is sent."""
 
 import json
 import re
@@ -88,7 +88,7 @@ def test_a_message_goes_out_once_and_its_bytes_are_those_of_the_formula():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_message_gives_back_what_was_written(dtype):
+def test_message_round_trip(dtype):
     draw, k = np.random.default_rng(0), 3
     rows = jnp.asarray(draw.normal(size=(4, 6)), dtype)
     slots = jnp.asarray(draw.integers(0, 70000, (4, k)), jnp.int32)

@@ -64,7 +64,7 @@ def run_together(folder, count, m2n, fails=-1, how="dies"):
 
 
 @pytest.mark.parametrize(("m2n", "count"), [*product(["collective", "transfer"], [2, 4])])
-def test_processes_decode_what_one_does(tmp_path, m2n, count):
+def test_processes_decode_as_one_process(tmp_path, m2n, count):
     """In two each has a side, in four half of one."""
     for status, errors, _ in run_together(tmp_path, count, m2n):
         assert status == 0, errors[-3000:]
@@ -109,8 +109,8 @@ CONNECTED = re.compile(
     ],
 )
 def test_a_process_that_fails_ends_the_others_with_one_line(tmp_path, m2n, count, how, fails):
-    """Where it dies not that of the coordinator, without which JAX itself may be the first to end
-    the others. How long a collective waits for who lives is Gloo's affair."""
+    """The coordinator does not die: if it does, JAX itself may be the first to end the others. Gloo
+    decides how long a collective waits for a living process."""
     ends = run_together(tmp_path, count, m2n, fails, how)
     assert ends.pop(fails).status == -9
     failed = (tmp_path / f"{fails}.npz.failed").stat().st_mtime

@@ -39,7 +39,7 @@ def test_a_hot_expert_gets_copies_when_it_is_looked_at():
     assert np.sum(after.slot_experts[1] == 3) > np.sum(before.slot_experts[1] == 3)
 
 
-def test_the_moves_are_the_difference_and_what_can_stay_stays():
+def test_moves_are_the_difference_of_placements():
     before, after, told = initial_balance(2, 7, SIZES), *run([HOT] * 4)
     placed = before.slot_experts.copy()
     for move in told[3]:
@@ -93,6 +93,6 @@ def test_experts_stay_in_their_servers_where_groups_do():
         (lambda: run([np.ones((2, 6))]), r"tokens has shape \(2, 6\)"),
     ],
 )
-def test_what_is_no_policy_is_refused(call, words):
+def test_replanning_rejects_invalid_settings(call, words):
     with pytest.raises(ValueError, match=words):
         call()

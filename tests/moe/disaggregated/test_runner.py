@@ -117,7 +117,7 @@ def test_two_sides_are_one(split, micro_batches, config, options, caplog):
     weights = sides(mesh, config, options.get("placement"))
     with jax.log_compiles():
         check(runner, weights, micro_batches, config)
-    # One program for the layers of prompts and one for those of steps, on each side.
+    # One program for the layers of prompts and one for the layers of steps, on each side.
     messages = [record.getMessage() for record in caplog.records]
     for half in halves:
         assert sum(text.startswith(f"Compiling jit({half})") for text in messages) == 2

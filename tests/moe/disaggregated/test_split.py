@@ -36,7 +36,7 @@ def test_a_split_is_two_groups_of_devices():
         ("/ ep2", "attention='' names no axis"),
     ],
 )
-def test_what_is_no_split_is_refused_in_one_line(text, message):
+def test_split_parse_rejects_invalid_text(text, message):
     with pytest.raises(ValueError, match=message) as error:
         Split.parse(text)
     assert "\n" not in str(error.value)
@@ -71,7 +71,7 @@ def test_rows_divide_over_devices_and_micro_batches(rows, parts):
         check_micro_batches(rows, parts, split_mesh("tp2 dp2 / ep2"))
 
 
-def test_each_device_holds_what_it_computes_with_and_no_more():
+def test_split_weights_bytes_per_device():
     mesh = split_mesh("tp2 dp2 / ep3 etp2")
     weights, like = sides(mesh, MIXED), host_weights(MIXED)
     routed = sum(x.nbytes for x in (like.layers.experts.gate_up, like.layers.experts.down))
@@ -102,7 +102,7 @@ def test_copies_of_an_expert_share_its_tokens():
 
 
 def test_experts_move_bit_for_bit():
-    """As if they had been pushed where they come to lie, in each layer by itself."""
+    """Equals placing the weights of each layer by itself."""
     mesh = split_mesh("dp1 / ep3 etp2")
     rng = np.random.default_rng(0)
     before, after = (

@@ -147,7 +147,7 @@ def test_the_experts_of_a_token_are_weighted_and_added_up():
 
 
 @pytest.mark.slow
-def test_what_finds_no_room_is_counted_and_adds_nothing():
+def test_expert_overflow_is_counted_and_adds_nothing():
     weights, rows = expert_weights(), rows_of(11)
     ids, probs = choices_of(11, 3)
     known = int(np.sum(ids < NUM_EXPERTS))

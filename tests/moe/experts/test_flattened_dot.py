@@ -42,7 +42,7 @@ def test_values_and_gradients_are_those_of_the_plain_product(dtype):
         np.testing.assert_array_equal(a, b)
 
 
-def test_what_is_kept_are_the_weights_as_they_are_given():
+def test_flattened_dot_residual_is_weight_as_passed():
     kept = []
 
     def run(x, weights):

@@ -21,6 +21,8 @@ import peft
 import torch
 from make_fixtures import HERE, logits_of, read
 
+from moe.config import Model
+
 ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]
 DENSE = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 SHARED = [f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")]
@@ -146,7 +148,7 @@ def check(name, folder):
     golden, mesh = np.load(HERE / name / "golden.npz"), fold(Layout())
     config = huggingface.config_from(HERE / name)
     config = replace(config, lora=huggingface.adapters_of(folder, config))
-    adapters = huggingface.load_adapters(folder, config, mesh)
+    adapters = huggingface.load_adapters(folder, Model(config, mesh))
     with tempfile.TemporaryDirectory() as exported:
         huggingface.save_adapters(exported, config, adapters)
         model = peft.PeftModel.from_pretrained(read(HERE / name)[0], exported)

@@ -11,6 +11,7 @@ from public_checkpoints import FIXTURES, copy_of, loaded
 from safetensors.numpy import load_file, save_file
 
 from moe import huggingface
+from moe.config import Model
 from moe.huggingface.adapters import HEAD_COPY
 from moe.huggingface.checkpoint import weight_files
 
@@ -122,7 +123,7 @@ def test_two_heads_of_a_wrapper_are_refused(tmp_path):
     wrapped = {f"language_model.{name}": x for name, x in held.items()}
     save_file({**wrapped, "lm_head.weight": held["lm_head.weight"]}, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"lm_head\.weight is there twice: as language_model"):
-        huggingface.load_weights(folder, loaded("qwen2")[0], mesh_of(MESH))
+        huggingface.load_weights(folder, Model(loaded("qwen2")[0], mesh_of(MESH)))
 
 
 @pytest.mark.parametrize(

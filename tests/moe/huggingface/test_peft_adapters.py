@@ -16,6 +16,7 @@ from tiers import full_but
 
 from moe import huggingface, model, weights
 from moe.adapters import merge_adapters, with_base
+from moe.config import Model
 from moe.placement import specs
 
 ADAPTERS, OF_KINDS = FIXTURES / "adapters", FIXTURES / "adapters_of_kinds"
@@ -28,18 +29,19 @@ def adapted(name, layout="dp1"):
     """The network with its adapters, and its weights."""
     config, base = loaded(name, layout)
     config = replace(config, lora=huggingface.adapters_of(ADAPTERS / name, config))
-    learned = huggingface.load_adapters(ADAPTERS / name, config, mesh_of(layout))
+    learned = huggingface.load_adapters(ADAPTERS / name, Model(config, mesh_of(layout)))
     return config, with_base(base, learned, weights.table(config))
 
 
 @functools.cache
 def program(config, layout):
     mesh = mesh_of(layout)
+    network = Model(config, mesh)
     rows = P(mesh.dp)
     return on_mesh(
-        lambda w, t, v: model.next_token_logits(w, t, v, config, mesh)[0][None],
+        lambda w, t, v: model.next_token_logits(w, t, v, network)[0][None],
         mesh,
-        (specs(config, mesh), rows, rows),
+        (specs(network), rows, rows),
         P(tuple(a for a in mesh.axes if a not in mesh.dp + mesh.tp), mesh.dp + mesh.tp),
     )
 
@@ -106,7 +108,7 @@ def test_ranks_scales_and_modules_of_their_own_give_the_logits_of_peft(kind, tmp
 
     def logits(path):
         ours = replace(config, lora=huggingface.adapters_of(path, config))
-        learned = huggingface.load_adapters(path, ours, mesh_of("dp1"))
+        learned = huggingface.load_adapters(path, Model(ours, mesh_of("dp1")))
         statement = weights.table(ours)
         merged = merge_adapters(with_base(base, learned, statement), statement)
         return ours, learned, logits_of(config, merged, name, "dp1")[valid]
@@ -253,7 +255,7 @@ def test_tensors_of_another_rank_than_the_options_say_are_refused(changed):
     lora = huggingface.adapters_of(folder, config)
     assert lora.rank == 3
     with pytest.raises(ValueError, match=r"k_proj.lora_A.weight has \(3, 20\), not \(2, 20\)"):
-        huggingface.load_adapters(folder, replace(config, lora=lora), mesh_of("dp1"))
+        huggingface.load_adapters(folder, Model(replace(config, lora=lora), mesh_of("dp1")))
 
 
 def test_adapters_of_another_network_are_refused(changed):
@@ -261,7 +263,7 @@ def test_adapters_of_another_network_are_refused(changed):
     narrow, _ = loaded("llama")
     with pytest.raises(ValueError, match=r"unknown .*layers\.0\.mlp\.experts"):
         lora = huggingface.adapters_of(folder, narrow)
-        huggingface.load_adapters(folder, replace(narrow, lora=lora), mesh_of("dp1"))
+        huggingface.load_adapters(folder, Model(replace(narrow, lora=lora), mesh_of("dp1")))
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(ValueError, match="use a folder that PEFT wrote"):
         huggingface.adapters_of(folder, loaded("qwen3_moe")[0])

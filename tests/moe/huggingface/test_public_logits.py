@@ -15,6 +15,7 @@ from tiers import full_but
 
 from moe import model
 from moe.cache import StepTokens
+from moe.config import Model
 from moe.decoding import decode_step
 from moe.execution import Execution
 from moe.layers.depth import split_layer_groups
@@ -28,11 +29,12 @@ from sharding.collectives import vary
 @functools.cache
 def logits_of(name, layout):
     (config, weights), mesh = loaded(name, layout), mesh_of(layout)
+    network = Model(config, mesh)
     rows = P(mesh.dp)
     run = on_mesh(
-        lambda w, t, v: model.next_token_logits(w, t, v, config, mesh)[0][None],
+        lambda w, t, v: model.next_token_logits(w, t, v, network)[0][None],
         mesh,
-        (specs(config, mesh), rows, rows),
+        (specs(network), rows, rows),
         P(tuple(a for a in mesh.axes if a not in mesh.dp + mesh.tp), mesh.dp + mesh.tp),
     )
     tokens, valid = (jnp.asarray(golden(name)[key]) for key in ("tokens", "valid"))
@@ -78,6 +80,8 @@ def test_decoding_gives_the_logits_of_the_whole_sequence(name):
     prompt, layout = 8, mesh_for(name)
     (config, weights), mesh = loaded(name, layout), mesh_of(layout)
 
+    network = Model(config, mesh)
+
     def local(weights, tokens, valid):
         weights = vary(weights, mesh.axes)
         tokens, valid = vary((tokens, valid), mesh.except_sequence)
@@ -85,7 +89,7 @@ def test_decoding_gives_the_logits_of_the_whole_sequence(name):
         padding = jnp.sum(~valid, axis=1, dtype=jnp.int32)
         column = jnp.arange(prompt)[None] + padding[:, None]
         begins = jnp.take_along_axis(tokens, jnp.minimum(column, prompt - 1), axis=1)
-        ran = prefill(weights, begins, prompt - padding, config, mesh)
+        ran = prefill(weights, begins, prompt - padding, network)
         cache = with_room(ran.cache, tokens.shape[1] - prompt)
         layers = split_layer_groups(weights, config)
 
@@ -95,16 +99,14 @@ def test_decoding_gives_the_logits_of_the_whole_sequence(name):
                 for x in (tokens, valid)
             )
             inputs = StepTokens(token, column - padding, live)
-            logits, cache, _ = decode_step(layers, weights, cache, inputs, config, mesh)
+            logits, cache, _ = decode_step(layers, weights, cache, inputs, network)
             return cache, logits
 
         return jax.lax.scan(step, cache, jnp.arange(prompt, tokens.shape[1]))[1][None]
 
     rows = P(mesh.dp)
     others = tuple(axis for axis in mesh.axes if axis not in mesh.dp + mesh.tp)
-    run = on_mesh(
-        local, mesh, (specs(config, mesh), rows, rows), P(others, None, mesh.dp + mesh.tp)
-    )
+    run = on_mesh(local, mesh, (specs(network), rows, rows), P(others, None, mesh.dp + mesh.tp))
     tokens, valid = (jnp.asarray(golden(name)[key]) for key in ("tokens", "valid"))
     steps = np.swapaxes(np.asarray(run(weights, tokens, valid))[0], 0, 1)
     assert steps.shape == golden(name)["logits"][:, prompt:].shape
@@ -116,11 +118,12 @@ def test_decoding_gives_the_logits_of_the_whole_sequence(name):
 @pytest.mark.parametrize("name", [name for name in NAMES if "choices" in golden(name)])
 def test_routing_is_that_of_transformers(name):
     (config, weights), mesh = loaded(name), mesh_of("dp1")
+    network = Model(config, mesh)
     rows = P(mesh.dp)
     run = on_mesh(
-        lambda w, t, v: model.routing_choices(w, t, v, config, mesh)[None],
+        lambda w, t, v: model.routing_choices(w, t, v, network)[None],
         mesh,
-        (specs(config, mesh), rows, rows),
+        (specs(network), rows, rows),
         P(tuple(axis for axis in mesh.axes if axis not in mesh.dp), None, mesh.dp),
     )
     valid = golden(name)["valid"]
@@ -163,18 +166,20 @@ def test_gradients_reach_every_weight_alike_on_a_mesh():
 def gradients(name, layout) -> Transformer[np.ndarray]:
     (config, weights), mesh = loaded(name, layout), mesh_of(layout)
 
+    network = Model(config, mesh)
+
     def local(weights, tokens, valid):
         def loss(weights):
-            logits, _ = model.next_token_logits(weights, tokens, valid, config, mesh)
+            logits, _ = model.next_token_logits(weights, tokens, valid, network)
             own = jax.nn.logsumexp(logits, axis=-1) ** 2
-            per_token = packing.align_to_tokens(own, tokens.shape, mesh, config)
+            per_token = packing.align_to_tokens(own, tokens.shape, network)
             counted = valid & jnp.roll(valid, 1, axis=1)
             total = jnp.sum(per_token, where=counted)
             return jax.lax.psum(vary(total, mesh.except_sequence), mesh.except_sequence)
 
         return jax.grad(loss)(weights)
 
-    rows, spec = P(mesh.dp), specs(config, mesh)
+    rows, spec = P(mesh.dp), specs(network)
     run = on_mesh(local, mesh, (spec, rows, rows), spec)
     return jax.device_get(
         run(weights, *(jnp.asarray(golden(name)[k]) for k in ("tokens", "valid")))

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tiers import full_but
 
 from moe import huggingface
-from moe.config import tiny
+from moe.config import Model, tiny
 from moe.execution import Execution
 from moe.huggingface.configuration import FAMILIES
 from moe.placement import in_layer_order, shardings
@@ -31,7 +31,7 @@ def test_weights_are_read_into_their_parts(name):
     config, weights = loaded(name)
     execution = Execution(remat="full", fsdp=True)
     sharded = replace(config, execution=execution)
-    parts = huggingface.load_weights(FIXTURES / name, sharded, mesh_of("dp4"))
+    parts = huggingface.load_weights(FIXTURES / name, Model(sharded, mesh_of("dp4")))
     chex.assert_trees_all_equal(parts, weights)
     own = sum(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(parts))
     assert own < 0.31 * sum(leaf.size for leaf in jax.tree.leaves(parts))
@@ -46,10 +46,9 @@ def test_weights_are_read_into_stages(layout, tmp_path):
     mesh, weights = mesh_of(layout), jax.device_put(random_weights(own, 0))
     huggingface.save(tmp_path / "out", own, weights)
     config, _ = huggingface.load(tmp_path / "out", mesh_of("dp1"))
-    found = huggingface.load_weights(tmp_path / "out", config, mesh)
-    for leaf, wanted in zip(
-        jax.tree.leaves(found), jax.tree.leaves(shardings(config, mesh)), strict=True
-    ):
+    model = Model(config, mesh)
+    found = huggingface.load_weights(tmp_path / "out", model)
+    for leaf, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(shardings(model)), strict=True):
         assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
     back = in_layer_order(jax.device_get(found), mesh, number)
     chex.assert_trees_all_equal(back, weights)
@@ -193,9 +192,9 @@ def test_tensors_of_wrappers_are_read_under_their_usual_names(prefix, head, tmp_
     if "language_model" not in prefix:
         # It is no part of a network that is text alone.
         with pytest.raises(ValueError, match=r"\(1 differ\): unknown .*vision_tower.patch.weight"):
-            huggingface.load_weights(folder, config, mesh_of("dp1"))
+            huggingface.load_weights(folder, Model(config, mesh_of("dp1")))
         folder = renamed(tmp_path / "alone", prefix, head)
-    found = huggingface.load_weights(folder, config, mesh_of("dp1"))
+    found = huggingface.load_weights(folder, Model(config, mesh_of("dp1")))
     chex.assert_trees_all_equal(found, expected)
 
 
@@ -203,4 +202,4 @@ def test_two_networks_in_one_checkpoint_are_refused(tmp_path):
     other = {"draft.embed_tokens.weight": np.ones((2, 2), np.float32)}
     folder = renamed(tmp_path / "made", "model.", "lm_head.weight", **other)
     with pytest.raises(ValueError, match=r"\(1 differ\): unknown draft.embed_tokens.weight"):
-        huggingface.load_weights(folder, loaded("qwen2")[0], mesh_of("dp1"))
+        huggingface.load_weights(folder, Model(loaded("qwen2")[0], mesh_of("dp1")))

@@ -14,7 +14,7 @@ from tiers import full_but
 from benchmarks.kernel_cases import ATTENDED, marks
 from moe.attention import blocked
 from moe.attention.core import core_attention
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.execution import Execution
 from moe.kernels import attention as attention_kernels
 from moe.kernels import choice, mosaic
@@ -160,7 +160,7 @@ def tables(query, key, window):
 
 
 @pytest.mark.parametrize("window", [None, 9])
-def test_programs_visit_what_they_must(window):
+def test_visit_table_covers_visible_blocks(window):
     """Random rows with padding and segments, as in a batch and with blocks in any order."""
     draw, size, cleared = np.random.default_rng(0), 4, 0
     for number in range(8):
@@ -256,7 +256,7 @@ def test_they_attend_over_cp(context):
     )
 
     def local(query, key):
-        packed = pack_rows(jnp.zeros((1, 256), int), jnp.ones((1, 256), bool), mesh, config)
+        packed = pack_rows(jnp.zeros((1, 256), int), jnp.ones((1, 256), bool), Model(config, mesh))
         attend = packed.core_attention_of_layer(0)
         out, back = jax.vjp(lambda *x: attend(*x), query, key, key)
         return out, *back(out)
@@ -268,7 +268,7 @@ def test_they_attend_over_cp(context):
     assert text.count(KERNEL) == (6 if context == "ring" else 3)
 
 
-def test_what_the_kernels_cannot_serve_is_refused(monkeypatch):
+def test_attention_kernel_rejects_unsupported_operands(monkeypatch):
     mask = rows_of(1, 8, 8)
 
     def run(width=64, wide=64, dtype=jnp.bfloat16):

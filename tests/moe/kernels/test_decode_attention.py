@@ -101,7 +101,7 @@ def test_it_is_one_kernel_on_cuda(room, heads, kv_heads, width):
     assert "dynamic_slice" not in text
 
 
-def test_what_the_kernel_cannot_serve_is_refused():
+def test_decode_kernel_rejects_unsupported_operands():
     query, keys, values, first, stop = given("windows")
 
     def run(query=query, keys=keys, values=values, name="mosaic"):

@@ -113,13 +113,13 @@ def test_kernels_equal_the_plain_twins(name, dtype):
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == b.dtype
         a, b = (np.asarray(array, np.float32) for array in (a, b))
-        # Both add in float32, in another order; where they round, to neighbours at most.
+        # Both add in float32, in another order: they round to neighbours at most.
         rounding = 2**-7 if dtype == jnp.bfloat16 else 1e-6
         np.testing.assert_allclose(a, b, atol=1e-6 * case.k, rtol=rounding)
 
 
 @pytest.mark.parametrize("implementation", ["plain", "interpreted"])
-def test_what_is_in_empty_slots_reaches_nothing(implementation):
+def test_empty_slots_reach_no_result(implementation):
     case = CASES["empty slots"]
     layout = layout_of(case, implementation)
     empty = np.asarray(layout.assignments) >= case.tokens * case.k

@@ -132,7 +132,7 @@ def tokens_and_weights():
 
 
 def without_the_last(ids, room):
-    """The choices that find room where those of the first experts come first, and how many do
+    """The choices that find room, if choices of the first experts come first, and how many do
     not."""
     flat = np.minimum(ids.reshape(-1), EXPERTS)
     order = np.argsort(flat, kind="stable")

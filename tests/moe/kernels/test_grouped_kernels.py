@@ -37,7 +37,7 @@ def operands(product, dtype=jnp.bfloat16):
 
 
 def looped(rows, weights, pull, sizes):
-    """The product, the gradient of its rows, and that of its matrices, in float64."""
+    """The product, the gradient of its rows and the gradient of its matrices, in float64."""
     rows, weights, pull = (np.asarray(x, np.float64) for x in (rows, weights, pull))
     out, by_rows = np.zeros(pull.shape), np.zeros(rows.shape)
     by_weights, start = np.zeros(weights.shape), 0
@@ -191,7 +191,7 @@ def test_the_kernel_is_asked_for_by_name_and_serves_hopper_alone(monkeypatch):
             kernels("mosaic")
 
 
-def test_what_the_kernels_cannot_serve_is_refused():
+def test_grouped_kernel_rejects_unsupported_operands():
     def product(rows, weights):
         return grouped_dot(rows, weights, jnp.ones(2, jnp.int32), implementation="mosaic")
 

@@ -14,7 +14,7 @@ from tiers import full_but
 
 from benchmarks.kernel_cases import NARROW
 from moe.cache import Cache, StepTokens
-from moe.config import ModelConfig, MultiHeadLatentAttention
+from moe.config import Model, ModelConfig, MultiHeadLatentAttention
 from moe.decoding import decode_step
 from moe.execution import Execution
 from moe.kernels import latent_decode
@@ -134,6 +134,8 @@ def network_by(name):
     config = replace(NETWORK, execution=replace(NETWORK.execution, decode_attention=name))
     mesh = mesh_of("dp1")
 
+    model = Model(config, mesh)
+
     def local(weights, vectors, tokens):
         weights, vectors, tokens = vary((weights, vectors, tokens), mesh.axes)
 
@@ -141,12 +143,12 @@ def network_by(name):
             place = vary(jnp.asarray(POSITIONS), mesh.axes) + number
             inputs = StepTokens(tokens[number], place, jnp.ones_like(place, bool))
             layers = split_layer_groups(weights, config)
-            logits, cache, _ = decode_step(layers, weights, cache, inputs, config, mesh)
+            logits, cache, _ = decode_step(layers, weights, cache, inputs, model)
             return cache, logits
 
         return jax.lax.scan(step, Cache((vectors,), ()), jnp.arange(STEPS))[1][None]
 
-    program = on_mesh(local, mesh, (specs(config, mesh), P(), P()), P(mesh.axes))
+    program = on_mesh(local, mesh, (specs(model), P(), P()), P(mesh.axes))
     draw = np.random.default_rng(1)
     vectors = draw.normal(size=(2, len(POSITIONS), 1, 192, ROOM)).astype(jnp.bfloat16)
     tokens = draw.integers(0, config.vocab_size, (STEPS, len(POSITIONS)), np.int32)
@@ -193,7 +195,7 @@ def test_two_warpgroups_sum_all_values(rank):
     assert len(first) == 1 and first[0][1] <= rank // 2
 
 
-def test_what_the_kernel_cannot_serve_is_refused():
+def test_latent_kernel_rejects_unsupported_operands():
     query, vectors, first, stop = given("windows")
 
     def run(query=query, vectors=vectors, rank=128, name="mosaic"):

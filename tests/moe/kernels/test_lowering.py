@@ -1,4 +1,4 @@
-"""Kernels are lowered for CUDA on a machine without a GPU: what cannot be, fails here."""
+"""Lowers kernels for CUDA on a machine that has no GPU."""
 
 import jax
 import jax.numpy as jnp

@@ -15,7 +15,7 @@ from whole_network import loss_and_gradient
 
 from benchmarks import kernel_cases
 from moe.cache import StepTokens
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.decoding import packed_step
 from moe.execution import Execution
 from moe.kernels import routing
@@ -146,7 +146,7 @@ def test_the_backward_pass_does_not_choose_again(remat):
     assert kernels(traced.jaxpr) == 1
 
 
-def test_where_nothing_is_learned_the_load_is_what_the_kernel_counted(monkeypatch):
+def test_load_without_training_is_counted_by_kernel(monkeypatch):
     """Its twin in its place, which counts as it does."""
     mesh, draw = mesh_of("dp1"), np.random.default_rng(2)
     router, h = (draw.normal(size=shape).astype(np.float32) for shape in ((8, 8), (12, 8)))
@@ -155,7 +155,7 @@ def test_where_nothing_is_learned_the_load_is_what_the_kernel_counted(monkeypatc
     def load(config):
         def run(router, h):
             # Products of the router alone: its experts are not asked for.
-            return layer.route(Experts(router, h, h), h, packed, config, mesh)[1].load
+            return layer.route(Experts(router, h, h), h, packed, Model(config, mesh))[1].load
 
         sharded = jax.shard_map(run, mesh=mesh.mesh, in_specs=(P(), P()), out_specs=P(mesh.axes))
         return jit(sharded)(router, h)
@@ -180,7 +180,7 @@ def test_it_is_one_kernel_on_cuda(name, experts):
     assert "stablehlo.sort" not in text and "top_k" not in text
 
 
-def test_what_the_kernel_cannot_serve_is_refused():
+def test_routing_kernel_rejects_unsupported_operands():
     by_kernel = jax.jit(partial(route, rule=RULES["softmax"], implementation="mosaic"))
     for experts in (12, 512):
         with pytest.raises(

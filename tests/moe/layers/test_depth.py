@@ -19,6 +19,7 @@ from whole_network import loss_and_gradient
 from moe import model
 from moe.architecture.attention import GatedDeltaNet
 from moe.cache import StepTokens
+from moe.config import Model
 from moe.decoding import decode_step
 from moe.execution import Execution
 from moe.layers.depth import (
@@ -66,7 +67,7 @@ def run(scanned, layout, replayed, network=MOE, **execution):
 
 
 CASES = [
-    # Unrolled, that of `test_replayed_choices.py`.
+    # Unrolled, as in `test_replayed_choices.py`.
     ("dp1", True, {"dispatch": "all_to_all"}),
     ("dp1", True, {"remat": "full", "experts": "blocks", "attention": "blocked"}),
     ("tp2 cp2 dp2 / ep4 etp2", True, {"dispatch": "all_to_all", "context": "ulysses"}),
@@ -91,7 +92,7 @@ def test_a_scanned_stack_equals_the_unrolled_one(layout, replayed, execution):
 
 
 def equations(jaxpr):
-    """How many there are, those of programs inside it included."""
+    """Counts them, in the programs inside it too."""
     return len(jaxpr.eqns) + sum(
         equations(inner) for one in jaxpr.eqns for inner in jaxprs_in_params(one.params)
     )
@@ -114,9 +115,9 @@ def scored(config, layout):
     """Equations of a forward pass that records its choices."""
     mesh = mesh_of(layout)
     program = jax.shard_map(
-        lambda weights, *given: model.routing_choices(weights, *given, config, mesh),
+        lambda weights, *given: model.routing_choices(weights, *given, Model(config, mesh)),
         mesh=mesh.mesh,
-        in_specs=(specs(config, mesh), P(mesh.dp), P(mesh.dp)),
+        in_specs=(specs(Model(config, mesh)), P(mesh.dp), P(mesh.dp)),
         out_specs=P(None, mesh.except_sequence),
     )
     return equations(jax.make_jaxpr(program)(shapes(config), *batch(False, config)).jaxpr)
@@ -130,16 +131,16 @@ def decoded(config, layout):
         weights = vary(weights, mesh.axes)
         tokens = vary(tokens, mesh.except_sequence)
         ends = vary(jnp.full(tokens.shape[0], TIME), mesh.except_sequence)
-        cache = with_room(prefill(weights, tokens, ends, config, mesh).cache, 1)
+        cache = with_room(prefill(weights, tokens, ends, Model(config, mesh)).cache, 1)
         given = cache, StepTokens(tokens[:, 0], ends, ends > 0)
-        return decode_step(split_layer_groups(weights, config), weights, *given, config, mesh)[0][
-            None
-        ]
+        return decode_step(
+            split_layer_groups(weights, config), weights, *given, Model(config, mesh)
+        )[0][None]
 
     program = jax.shard_map(
         local,
         mesh=mesh.mesh,
-        in_specs=(specs(config, mesh), P(mesh.dp)),
+        in_specs=(specs(Model(config, mesh)), P(mesh.dp)),
         out_specs=P(mesh.axes),
     )
     return equations(jax.make_jaxpr(program)(shapes(config), batch(False)[0]).jaxpr)
@@ -156,7 +157,7 @@ def test_a_program_does_not_grow_with_depth(program, layout):
         layers = 1 + layers * mesh_of(layout).layout.pp
         return program(replace(MOE, num_layers=layers, execution=execution), layout)
 
-    # None scans where there are more than a few.
+    # None scans if there are more than a few.
     assert sized(MAX_UNROLLED + 1, None) == sized(48, None) < sized(3, False)
 
 
@@ -256,9 +257,9 @@ def test_windows_that_come_again_late_are_looked_up_in_a_body_of_one_layer():
         config = replace(LONG, execution=Execution(scan_layers=scanned))
 
         def local(weights, tokens, valid):
-            return model.hidden(vary(weights, one.axes), tokens, valid, config, one)[0]
+            return model.hidden(vary(weights, one.axes), tokens, valid, Model(config, one))[0]
 
-        given = specs(config, one), P(), P()
+        given = specs(Model(config, one)), P(), P()
         program = jax.shard_map(local, mesh=one.mesh, in_specs=given, out_specs=P(one.axes))
         return jit(program)(weights, *batch(False, config))
 
@@ -275,16 +276,16 @@ def test_windows_of_a_scanned_stack_are_known_to_kernels():
     windows = []
 
     def local(weights, tokens, valid):
-        packed = pack_rows(tokens, valid, one, config)
+        packed = pack_rows(tokens, valid, Model(config, one))
 
         def of_layer(number, window=None):
             windows.append(window)
             return packed.core_attention_of_layer(number, window)
 
         watched = packed._replace(core_attention_of_layer=of_layer)
-        return model.run(vary(weights, one.axes), watched, config, one)[0]
+        return model.run(vary(weights, one.axes), watched, Model(config, one))[0]
 
-    given = specs(config, one), P(), P()
+    given = specs(Model(config, one)), P(), P()
     program = jax.shard_map(local, mesh=one.mesh, in_specs=given, out_specs=P(one.axes))
     jax.eval_shape(program, shapes(config), *batch(False, config))
     assert windows == [3, None]

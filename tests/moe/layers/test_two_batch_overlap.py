@@ -16,7 +16,7 @@ from tiers import full_but
 from whole_network import loss_and_gradient
 
 from moe import model
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.execution import Execution
 from moe.layers.two_batch_overlap import restore_row_order
 from moe.placement import in_chunks, specs
@@ -83,7 +83,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "execution"), CASES)
-def test_halves_give_what_all_rows_at_once_give(layout, execution):
+def test_two_batch_overlap_equals_whole_batch(layout, execution):
     depth = 3 if "pp" in layout else 1
     same(layout, with_execution(replace(CONFIG, num_layers=depth), **execution))
 
@@ -96,7 +96,7 @@ def half_of(scope):
 @pytest.mark.slow
 def test_nothing_orders_two_halves():
     """Neither half's collectives wait for the other's products, nor these for them, in the whole
-    network forward and backward, what is repeated included; those of one half do."""
+    network forward and backward, recomputation included; within one half they do."""
     config = with_execution(
         two_batch_overlap=True,
         remat="selective",
@@ -131,20 +131,21 @@ def test_nothing_orders_two_halves():
 
 
 def packed_by(how, config, mesh):
+    network = Model(config, mesh)
     tokens, valid = map(jnp.asarray, piece())
     if how == "rows":
-        return pack_rows(tokens, valid, mesh, config)
+        return pack_rows(tokens, valid, network)
     if how == "segments":
         segments = jnp.where(
             valid, 1 + 2 * jnp.arange(ROWS)[:, None] + jnp.arange(TIME)[None] // 4, 0
         )
-        return pack_segments(tokens, segments, 2 * ROWS, mesh, config)
-    return pack_shared_prompts(tokens, valid, 4, 2, mesh, config)
+        return pack_segments(tokens, segments, 2 * ROWS, network)
+    return pack_shared_prompts(tokens, valid, 4, 2, network)
 
 
 @pytest.mark.parametrize("how", full_but(["rows", "segments", "prompts"], "prompts"))
 def test_halves_are_undone_in_the_order_of_rows(how):
-    """By the tokens themselves; the halves' positions and pieces are those of their rows."""
+    """By the tokens themselves; the halves have the positions and pieces of their rows."""
     config, mesh = with_execution(two_batch_overlap=True), mesh_of("tp2 cp2")
 
     def local():
@@ -170,8 +171,8 @@ def test_recorded_choices_are_in_the_order_of_rows():
     mesh = mesh_of("tp2 cp2")
 
     def chosen(config):
-        spec = specs(config, mesh)
-        run = functools.partial(model.routing_choices, config=config, mesh=mesh)
+        spec = specs(Model(config, mesh))
+        run = functools.partial(model.routing_choices, model=Model(config, mesh))
         # Typed as varying over axes of one device each.
         out = P(None, mesh.except_sequence)
         return on_mesh(run, mesh, (spec, P(), P()), out)(random_weights(config, 0), *piece())
@@ -181,13 +182,14 @@ def test_recorded_choices_are_in_the_order_of_rows():
 
 
 @pytest.mark.slow
-def test_what_cannot_be_halved_is_refused():
+def test_two_batch_overlap_rejects_capacity():
     tokens, valid = map(jnp.asarray, piece())
     mesh, asked = mesh_of("tp4"), with_execution(two_batch_overlap=True)
+    network = Model(asked, mesh)
     full = replace(asked, capacity_factor=0.8)
     with pytest.raises(ValueError, match=r"capacity_factor=0\.8 would drop other tokens"):
-        pack_rows(tokens, valid, mesh, full)
+        pack_rows(tokens, valid, Model(full, mesh))
     # A single row, and halves of ten tokens on four ranks, go at once: an update is refused before.
-    assert pack_rows(tokens[:1], valid[:1], mesh, asked).half_batches == ()
-    assert pack_rows(tokens[:4, :5], valid[:4, :5], mesh, asked).half_batches == ()
-    assert len(pack_rows(tokens[:4, :4], valid[:4, :4], mesh, asked).half_batches) == 2
+    assert pack_rows(tokens[:1], valid[:1], network).half_batches == ()
+    assert pack_rows(tokens[:4, :5], valid[:4, :5], network).half_batches == ()
+    assert len(pack_rows(tokens[:4, :4], valid[:4, :4], network).half_batches) == 2

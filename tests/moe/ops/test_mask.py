@@ -37,7 +37,7 @@ def test_visible_are_earlier_tokens_of_the_own_segment_inside_the_window(window)
 
 
 @pytest.mark.parametrize("window", [None, 2, 6])
-def test_what_may_not_meet_is_hidden(window):
+def test_meets_covers_visible_pairs(window):
     """Random blocks; and blocks that only one of the three ranges tells apart."""
     draw = np.random.default_rng(0)
     sizes, hidden = (2, 24), 0

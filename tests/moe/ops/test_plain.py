@@ -83,7 +83,7 @@ def test_plain_attention_has_finite_gradients_at_padding():
 
 
 def test_plain_attention_for_one_query_against_a_longer_cache():
-    """Decoding: one query a row, more keys than queries, holes where nothing is written yet."""
+    """Decoding: one query a row, more keys than queries, holes that are not written yet."""
     query = normal(0, BATCH, 1, HEADS, HEAD_DIM)
     key, value = (normal(seed, BATCH, 9, KV_HEADS, HEAD_DIM) for seed in (1, 2))
     visible = np.random.default_rng(3).random((BATCH, 1, 9)) < 0.5

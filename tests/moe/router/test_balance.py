@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from programs import mesh_of, on_mesh
 
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.router.balance import load_fractions
 
 ROUTE = 3
@@ -21,7 +21,7 @@ def test_shares_are_of_the_group_and_of_everyone():
     own = np.zeros((8, ROUTE), np.float32)
 
     def local(load):
-        compared = load_fractions(jnp.asarray(own[:1]), load[0], config, mesh)
+        compared = load_fractions(jnp.asarray(own[:1]), load[0], Model(config, mesh))
         return compared.batch[None], compared.everywhere[None]
 
     tokens = P((*mesh.dp, *mesh.tp))
@@ -39,5 +39,5 @@ def test_shares_are_of_the_group_and_of_everyone():
 
 def test_losses_without_a_weight_compare_with_nothing():
     mesh = mesh_of("dp1")
-    compared = load_fractions(jnp.ones((1, ROUTE)), jnp.ones(ROUTE), CONFIG, mesh)
+    compared = load_fractions(jnp.ones((1, ROUTE)), jnp.ones(ROUTE), Model(CONFIG, mesh))
     assert compared.batch is compared.everywhere is None

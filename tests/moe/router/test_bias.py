@@ -19,7 +19,7 @@ ROUTE = 3
 CONFIG = ModelConfig(vocab_size=5, num_experts=ROUTE, experts_per_token=1)
 
 
-def test_bias_moves_by_the_sign_of_what_is_missing():
+def test_updated_bias_moves_by_sign_of_missing_load():
     bias = np.float32([[0.5, 0.0, -0.5], [0.0, 0.0, 0.0]])
     load = np.float32([[9.0, 1.0, 5.0], [4.0, 4.0, 4.0]])
     moved = updated_bias(jnp.asarray(bias), jnp.asarray(load), 0.25)

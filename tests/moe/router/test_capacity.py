@@ -12,7 +12,7 @@ from programs import jit, mesh_of, on_mesh
 from tiers import full_but
 
 from moe.architecture.feed_forward import can_drop
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.ops.zigzag import ZigzagLayout
 from moe.router.layer import capacity_of, drop
 from moe.router.routing import Routing
@@ -53,7 +53,9 @@ def zigzag_of(mesh):
 def dropping(config, layout, zigzag=None):
     mesh = mesh_of(layout)
     zigzag, spec = zigzag or zigzag_of(mesh), P(mesh.axes)
-    return on_mesh(lambda routing: drop(routing, zigzag, config, mesh), mesh, (spec,), (spec, spec))
+    return on_mesh(
+        lambda routing: drop(routing, zigzag, Model(config, mesh)), mesh, (spec,), (spec, spec)
+    )
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
@@ -69,13 +71,13 @@ def dropping(config, layout, zigzag=None):
         ("tp2 dp4 / ep4 etp2", "full_sequence", 4),
     ),
 )
-def test_drops_what_the_loops_drop(policy, layout, scope, groups):
+def test_drop_equals_plain_loops(policy, layout, scope, groups):
     config = replace(CONFIG, capacity_factor=1.25, drop_policy=policy, drop_scope=scope)
     program = dropping(config, layout)
     # Tokens of a scope, times 2 of 5, times 1.25.
     capacity = {24: 12, 3: 2, 6: 3}[TOKENS // groups]
     mesh = mesh_of(layout)
-    assert capacity_of(zigzag_of(mesh), config, mesh) == capacity
+    assert capacity_of(zigzag_of(mesh), Model(config, mesh)) == capacity
     total = 0
     for seed in range(4):
         routing = routing_of(seed)
@@ -97,7 +99,7 @@ def test_drops_what_the_loops_drop(policy, layout, scope, groups):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize("layout", ["tp2 cp2", pytest.param("cp2", marks=pytest.mark.slow)])
-def test_what_a_full_sequence_drops_does_not_depend_on_who_holds_it(layout, policy):
+def test_full_sequence_drop_is_independent_of_layout(layout, policy):
     """Two sections whose rows ``cp`` cuts and pads: the same drops as on one device."""
     config = replace(CONFIG, capacity_factor=0.8, drop_policy=policy, drop_scope="full_sequence")
     sections = ((2, 3), (4, 5))
@@ -150,7 +152,7 @@ def test_no_choice_is_lost(seed, factor, policy):
     kept = out.experts < ROUTE
     assert kept.sum() + int(dropped.sum()) == valid.sum() * CHOSEN
     load = [int((out.experts == expert).sum()) for expert in range(ROUTE)]
-    assert max(load) <= capacity_of(zigzag_of(mesh), config, mesh)
+    assert max(load) <= capacity_of(zigzag_of(mesh), Model(config, mesh))
 
 
 _DROPS = {}
@@ -173,8 +175,8 @@ def test_capacities(factor, scope, expected):
     config = replace(CONFIG, capacity_factor=factor, drop_scope=scope)
     # Rows of 10 that cp pads to 12.
     zigzag = ZigzagLayout(((4, 10),), ranks=2)
-    assert capacity_of(zigzag, config, mesh) == expected
-    assert capacity_of(zigzag, CONFIG, mesh) is None
+    assert capacity_of(zigzag, Model(config, mesh)) == expected
+    assert capacity_of(zigzag, Model(CONFIG, mesh)) is None
 
 
 @pytest.mark.parametrize(
@@ -184,5 +186,5 @@ def test_capacities(factor, scope, expected):
 def test_a_capacity_from_which_on_nothing_can_drop(factor, per_token, drops):
     config = ModelConfig(5, num_experts=4, experts_per_token=per_token, capacity_factor=factor)
     assert can_drop(config) == drops
-    capacity = capacity_of(ZigzagLayout(((1, 4096),), ranks=1), config, mesh_of("dp1"))
+    capacity = capacity_of(ZigzagLayout(((1, 4096),), ranks=1), Model(config, mesh_of("dp1")))
     assert (capacity is not None and capacity < 4096) == drops

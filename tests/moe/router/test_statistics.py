@@ -94,7 +94,7 @@ def test_balance_is_one_when_even_and_grows_to_experts_over_k():
     np.testing.assert_allclose(even.balance / even.tokens, 1.0, rtol=1e-6)
     np.testing.assert_allclose(even.entropy / even.tokens, np.log(EXPERTS), rtol=1e-6)
     np.testing.assert_allclose(even.z / even.tokens, np.log(EXPERTS) ** 2, rtol=1e-6)
-    # All tokens on the same three experts: fractions 1/3 where all probability is.
+    # All tokens on the same three experts: fractions 1/3 on all probability.
     one_sided = np.where(np.arange(EXPERTS) < 3, 30.0, -30.0).astype(np.float32)
     packed, _ = jax.device_get(program(np.tile(one_sided, (BATCH * TIME, 1)), valid))
     np.testing.assert_allclose(packed.balance / packed.tokens, EXPERTS / 3, rtol=1e-6)

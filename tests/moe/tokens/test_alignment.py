@@ -12,7 +12,7 @@ from programs import jit, mesh_of, on_mesh, random_weights
 from tiers import full_but
 
 from moe import model
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.execution import Execution
 from moe.placement import specs
 from moe.tokens import packing
@@ -36,10 +36,11 @@ TIME = 6
 @partial(jit, static_argnums=0)
 def hidden(config, weights, tokens, valid):
     """Hidden states ``[batch, time, d_model]``."""
+    network = Model(config, MESH)
     step = jax.shard_map(
-        lambda w, t, v: model.hidden(w, t, v, config, MESH)[0],
+        lambda w, t, v: model.hidden(w, t, v, network)[0],
         mesh=MESH.mesh,
-        in_specs=(specs(config, MESH), P(), P()),
+        in_specs=(specs(network), P(), P()),
         out_specs=P(MESH.axes),
     )
     return step(weights, tokens, valid).reshape(*tokens.shape, -1)
@@ -52,14 +53,15 @@ def one_sequence(seed=0):
 @pytest.mark.slow
 def test_values_speak_of_the_state_before_each_token():
     config = CONFIG.as_critic()
+    network = Model(config, MESH)
     weights = random_weights(config, 1)
     tokens = np.stack([one_sequence(0), one_sequence(1)])
     valid = np.asarray([[True] * TIME, [False] * 2 + [True] * (TIME - 2)])
     values = np.asarray(
         on_mesh(
-            lambda w, t, v: model.values(w, t, v, config, MESH)[0][None],
+            lambda w, t, v: model.values(w, t, v, network)[0][None],
             MESH,
-            (specs(config, MESH), P(), P()),
+            (specs(network), P(), P()),
             P(MESH.except_sequence),
         )(weights, tokens, valid)
     )[0]
@@ -74,12 +76,13 @@ def test_values_speak_of_the_state_before_each_token():
 @pytest.mark.parametrize("context", ["gather", "ulysses"])
 def test_alignment_moves_each_number_to_its_token(layout, context):
     mesh, config = mesh_of(layout), replace(CONFIG, execution=Execution(context=context))
+    network = Model(config, mesh)
     shape = (4, 2 * TIME)
     tokens = np.random.default_rng(0).integers(0, 9, shape).astype(np.int32)
 
     def local(tokens):
-        after = packing.next_tokens(tokens, mesh, config).astype(jnp.float32)
-        return packing.align_to_tokens(after, tokens.shape, mesh, config)[None]
+        after = packing.next_tokens(tokens, network).astype(jnp.float32)
+        return packing.align_to_tokens(after, tokens.shape, network)[None]
 
     rows = tuple(axis for axis in mesh.except_sequence if axis not in mesh.dp)
     aligned = np.asarray(on_mesh(local, mesh, P(mesh.dp), P(rows, mesh.dp))(tokens))[0]

@@ -12,7 +12,7 @@ from largest import assert_trees_close_by_largest
 from programs import jit, mesh_of, on_mesh, random_weights
 
 from moe import model
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.execution import Execution
 from moe.head import logits_of
 from moe.placement import specs
@@ -75,6 +75,7 @@ def trained(is_packed, layout, context=None):
     """Loss, log-probability of the following token, router sums and gradients."""
     config = replace(CONFIG, execution=Execution(context=context))
     mesh = mesh_of(layout)
+    network = Model(config, mesh)
     tokens = np.random.default_rng(2).integers(0, CONFIG.vocab_size, (BATCH, TIME))
     index, valid = unpacked()
     follows = np.zeros(BATCH * TIME, int)
@@ -93,19 +94,19 @@ def trained(is_packed, layout, context=None):
 
     def loss(weights):
         if is_packed:
-            packed = pack_segments(tokens, jnp.asarray(segments()), 12 * BATCH, mesh, config)
+            packed = pack_segments(tokens, jnp.asarray(segments()), 12 * BATCH, network)
         else:
-            packed = pack_rows(tokens, jnp.asarray(valid), mesh, config)
-        x, stats = model.run(weights, packed, config, mesh)
-        logprobs = jax.nn.log_softmax(logits_of(weights, x, config, mesh))
+            packed = pack_rows(tokens, jnp.asarray(valid), network)
+        x, stats = model.run(weights, packed, network)
+        logprobs = jax.nn.log_softmax(logits_of(weights, x, network))
         chosen = local_shard(packed.zigzag.flatten(follows), mesh.sequence)
         chosen = jnp.take_along_axis(logprobs, chosen[:, None], axis=1)[:, 0]
         used = local_shard(packed.zigzag.flatten(counted), mesh.sequence)
         own = all_sum(-jnp.sum(jnp.where(used, chosen, 0.0)) / number, mesh.sequence)
-        router = router_loss(stats, config, mesh, jnp.asarray(number))
+        router = router_loss(stats, network, jnp.asarray(number))
         return all_sum(own + router, mesh.except_sequence), all_sum(stats, mesh.axes)
 
-    spec = specs(config, mesh)
+    spec = specs(network)
     step = on_mesh(jax.value_and_grad(loss, has_aux=True), mesh, (spec,), ((P(), P()), spec))
     return jax.device_get(step(random_weights(config, 0)))
 
@@ -133,7 +134,7 @@ def test_positions_restart_with_every_sequence():
 
     @jit
     def parts(ids):
-        packed = pack_segments(jnp.zeros(ids.shape, int), ids, 7, mesh_of("dp1"))
+        packed = pack_segments(jnp.zeros(ids.shape, int), ids, 7, Model(CONFIG, mesh_of("dp1")))
         return packed.positions.reshape(ids.shape), packed.multiplicity.reshape(ids.shape)
 
     positions, multiplicity = jax.device_get(parts(ids))
@@ -149,8 +150,8 @@ def test_choices_to_replay_stand_with_their_tokens():
 
     @jit
     def by_layer(ids, choices):
-        tokens, mesh = jnp.zeros((BATCH, TIME), int), mesh_of("cp2")
-        packed = pack_segments(tokens, ids, 12 * BATCH, mesh, replay=choices)
+        tokens, model = jnp.zeros((BATCH, TIME), int), Model(CONFIG, mesh_of("cp2"))
+        packed = pack_segments(tokens, ids, 12 * BATCH, model, replay=choices)
         return [packed.zigzag.restore(packed.for_layer(layer).replay)[0] for layer in range(2)]
 
     np.testing.assert_array_equal(by_layer(segments().astype(np.int32), choices), choices)

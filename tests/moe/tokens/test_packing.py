@@ -13,7 +13,7 @@ from programs import jit, mesh_of, random_weights
 from whole_network import before_responses
 
 from moe import model
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.execution import Execution
 from moe.head import logits_of
 from moe.placement import specs
@@ -61,7 +61,7 @@ def fast(weights, tokens, valid, copies, config, mesh):
 
 def plain(weights, tokens, valid, copies, config, mesh):
     """`hidden` on whole rows; the state before a response token is that after the one before it."""
-    x, stats = model.hidden(weights, tokens, valid, config, mesh)
+    x, stats = model.hidden(weights, tokens, valid, Model(config, mesh))
     x = gather_tokens(x, mesh.tp).reshape(*tokens.shape, -1)
     before = x[:, PROMPT - 1 : -1].reshape(-1, x.shape[-1])
     return local_shard(before, mesh.tp), stats
@@ -69,21 +69,22 @@ def plain(weights, tokens, valid, copies, config, mesh):
 
 def loss(weights, tokens, valid, path, copies, config, mesh):
     """A scalar that every weight reaches: a sum over response tokens and the router's losses."""
+    network = Model(config, mesh)
     before, stats = path(weights, tokens, valid, copies, config, mesh)
-    logits = logits_of(weights, before, config, mesh)
-    targets = response_tokens(tokens, PROMPT, mesh, config)
+    logits = logits_of(weights, before, network)
+    targets = response_tokens(tokens, PROMPT, network)
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
-    logprobs = expand_responses(chosen, tokens.shape, PROMPT, mesh, config)
+    logprobs = expand_responses(chosen, tokens.shape, PROMPT, network)
     logprobs = jnp.where(valid & (jnp.arange(PROMPT + RESPONSE) >= PROMPT)[None, :], logprobs, 0.0)
     num_tokens = all_sum(jnp.sum(valid.astype(jnp.int32)), mesh.dp)
-    own = -jnp.sum(logprobs) / (ROWS * RESPONSE) + router_loss(stats, config, mesh, num_tokens)
+    own = -jnp.sum(logprobs) / (ROWS * RESPONSE) + router_loss(stats, network, num_tokens)
     return all_sum(own, mesh.except_sequence), (logprobs, all_sum(stats, mesh.axes))
 
 
 @functools.cache
 def compiled(path, copies, layout, with_gradients, context):
     mesh = mesh_of(layout)
-    spec, config = specs(CONFIG, mesh), replace(CONFIG, execution=Execution(context=context))
+    spec, config = specs(Model(CONFIG, mesh)), replace(CONFIG, execution=Execution(context=context))
 
     def local(weights, tokens, valid):
         given, grads = (weights, tokens, valid, path, copies, config, mesh), None
@@ -151,15 +152,15 @@ def test_equals_whole_rows(layout, copies, context):
 
 
 @pytest.mark.parametrize("copies", [1, 2, 4])
-def test_what_the_packed_batch_holds(copies):
+def test_shared_prompts_hold_tokens_of_rows(copies):
     tokens, valid = batch(copies)
-    mesh = mesh_of("dp1")
+    model = Model(CONFIG, mesh_of("dp1"))
 
     @jit
     def both(tokens, valid):
         packed = (
-            pack_shared_prompts(tokens, valid, PROMPT, copies, mesh),
-            pack_rows(tokens, valid, mesh),
+            pack_shared_prompts(tokens, valid, PROMPT, copies, model),
+            pack_rows(tokens, valid, model),
         )
         names = ("tokens", "positions", "multiplicity")
         return [{name: getattr(one, name) for name in names} for one in packed]
@@ -181,4 +182,4 @@ def test_what_the_packed_batch_holds(copies):
 def test_groups_that_are_cut_apart_are_refused(rows):
     valid, tokens = jnp.ones((rows, 7), bool), jnp.ones((rows, 7), jnp.int32)
     with pytest.raises(ValueError, match=f"{rows} rows on each device.*num_samples=2"):
-        pack_shared_prompts(tokens, valid, 4, 2, mesh_of("dp1"))
+        pack_shared_prompts(tokens, valid, 4, 2, Model(CONFIG, mesh_of("dp1")))

@@ -1,6 +1,7 @@
 """The load of each sequence on any mesh, however sequences are packed, and what is sent for it."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,8 +11,11 @@ import pytest
 from jax.extend import core
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh
+from small_networks import ROUTED
 from tiers import full_but
 
+from moe.config import Model
+from moe.execution import Execution
 from moe.tokens.packing import PackedBatch, pack_rows, pack_segments, pack_shared_prompts
 from moe.tokens.sequences import load_fraction, sequence_load_fractions
 from sharding.collectives import local_shard
@@ -22,8 +26,8 @@ TIME = PROMPT + RESPONSE
 
 
 def valid_rows():
-    """Prompts padded on the left, equal in their group, responses on the right; a row without a
-    response and a group without a token."""
+    """Prompts padded on the left, equal in their group, responses on the right; a row has no
+    response, and a group no token."""
     valid = np.zeros((ROWS, TIME), bool)
     for row in range(ROWS // 2):
         valid[row, 2 : PROMPT + 4 * row] = True
@@ -40,11 +44,12 @@ def segments():
 
 def packed_as(kind: str, mesh) -> PackedBatch:
     tokens, valid = jnp.zeros((ROWS, TIME), int), jnp.asarray(valid_rows())
+    model = Model(replace(ROUTED, execution=Execution(context="gather")), mesh)
     if kind == "rows":
-        return pack_rows(tokens, valid, mesh)
+        return pack_rows(tokens, valid, model)
     if kind == "segments":
-        return pack_segments(tokens, jnp.asarray(segments()), 8, mesh)
-    return pack_shared_prompts(tokens, valid, PROMPT, COPIES, mesh)
+        return pack_segments(tokens, jnp.asarray(segments()), 8, model)
+    return pack_shared_prompts(tokens, valid, PROMPT, COPIES, model)
 
 
 def num_packed(kind: str, mesh) -> int:
@@ -59,7 +64,7 @@ def sections(kind: str, x: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 def assignments(kind: str) -> np.ndarray:
-    """``[row, column, route]``, those of a prompt equal in its group; none of padding."""
+    """``[row, column, route]``, for a prompt equal in its group; none for padding."""
     counts = np.random.default_rng(0).integers(0, 3, (ROWS, TIME, EXPERTS)).astype(np.float32)
     if kind == "shared":
         counts[:, :PROMPT] = np.repeat(counts[::COPIES, :PROMPT], COPIES, axis=0)
@@ -137,7 +142,7 @@ def equations(jaxpr):
 @pytest.mark.parametrize(
     ("kind", "pieces"), [("rows", ROWS), ("shared", ROWS // COPIES + ROWS), ("segments", 9)]
 )
-def test_what_is_sent_are_sums_of_a_sequence_and_an_expert(kind, pieces):
+def test_load_fractions_send_sums_per_sequence_and_expert(kind, pieces):
     num_tokens = num_packed(kind, mesh_of("tp4 cp2"))
     counts = jax.ShapeDtypeStruct((num_tokens, EXPERTS), jnp.float32)
     traced = program(kind, "tp4 cp2").trace(counts)

@@ -14,6 +14,7 @@ from whole_network import token_loss
 from jrl.trainer.learner.accumulation import accumulate_with_overlapped_reduction
 from jrl.trainer.learner.learner import cast_and_gather
 from moe import model
+from moe.config import Model
 from moe.counts import sizes_of
 from moe.execution import Execution
 from moe.placement import shard_dims, shard_specs, specs, stored_specs
@@ -45,8 +46,9 @@ from sharding.zero import Reduction
 def test_gradients_are_summed_in_what_is_stated(name, layout):
     sizes = Layout.parse(layout)
     config, mesh = replace(CONFIGS[name], num_layers=2 * sizes.pp), fold_abstract(sizes)
-    places, parts = specs(config, mesh), shard_specs(config, mesh)
-    cuts = shard_dims(config, mesh)
+    network = Model(config, mesh)
+    places, parts = specs(network), shard_specs(network)
+    cuts = shard_dims(network)
 
     def local(weights):
         grads = vary(weights, mesh.axes)
@@ -62,8 +64,9 @@ def test_gradients_in_bfloat16_are_stated():
     """Inside a sequence-parallel group float32, across it terms of two bytes."""
     sizes = Layout.parse("tp2 cp4 dp4 / ep4")
     config, mesh = replace(MIXTRAL, num_layers=2), fold_abstract(sizes)
-    places, parts = specs(config, mesh), shard_specs(config, mesh)
-    cuts = shard_dims(config, mesh, "bfloat16")
+    network = Model(config, mesh)
+    places, parts = specs(network), shard_specs(network)
+    cuts = shard_dims(network, "bfloat16")
 
     def local(weights):
         grads = vary(weights, mesh.axes)
@@ -97,11 +100,12 @@ def test_a_step_with_gradients_on_their_way_sends_what_is_stated(layout, wire, e
     execution = Execution(overlap_grad_reduce=True, **given)
     config = replace(CONFIGS["dropless"], num_layers=2, execution=execution)
     mesh, batch = fold_abstract(sizes), Batch(3 * 2 * sizes.dp, 4096, micro_rows=2)
-    stored, parts = stored_specs(config, mesh), shard_specs(config, mesh)
-    cuts, is_sharded = shard_dims(config, mesh, wire), execution.fsdp
+    network = Model(config, mesh)
+    stored, parts = stored_specs(network), shard_specs(network)
+    cuts, is_sharded = shard_dims(network, wire), execution.fsdp
     of_layers = jax.tree.map(lambda _: is_sharded, cuts.layers)
     shared = replace(jax.tree.map(lambda _: False, cuts), layers=of_layers)
-    reductions = jax.tree.map(partial(Reduction, mesh), specs(config, mesh), cuts, shared)
+    reductions = jax.tree.map(partial(Reduction, mesh), specs(network), cuts, shared)
 
     def local(weights, piece):
         own = vary(weights, mesh.axes)
@@ -112,9 +116,9 @@ def test_a_step_with_gradients_on_their_way_sends_what_is_stated(layout, wire, e
         micro_batches = jax.tree.map(lambda x: x.reshape(3, 2, -1), piece)
 
         def loss_of(own, piece):
-            packed = pack_rows(*piece, mesh, config)
+            packed = pack_rows(*piece, network)
             of_layers = cuts.layers if is_sharded else None
-            x, _ = model.run(own, packed, config, mesh, of_layers)
+            x, _ = model.run(own, packed, network, of_layers)
             one = jnp.int32(1)
             return all_sum(token_loss(own, x, piece, one, config, mesh), mesh.except_sequence), {}
 
@@ -145,7 +149,7 @@ def test_a_step_with_gradients_on_their_way_sends_what_is_stated(layout, wire, e
 def test_new_weights_are_gathered_as_stated(layout):
     sizes = Layout.parse(layout)
     config, mesh = replace(MIXTRAL, num_layers=2 * sizes.pp), fold_abstract(sizes)
-    gather = jax.make_jaxpr(lambda masters: cast_and_gather(masters, config, mesh))
+    gather = jax.make_jaxpr(lambda masters: cast_and_gather(masters, Model(config, mesh)))
     found = given_to_collectives(gather(shapes(config)), mesh)
     expected = volumes.gradients(sizes_of(config), sizes, Method(storage="bfloat16"))
     assert found == stated([t for t in expected if t.kind == "all_gather"], sizes)
@@ -157,7 +161,8 @@ def test_layers_are_joined_from_shards_as_stated(storage):
     config = replace(MIXTRAL, num_layers=4, execution=execution, dtype=storage)
     sizes = Layout.parse("tp2 dp8 pp2 / ep4")
     mesh = fold_abstract(sizes)
-    cuts, stored = shard_dims(config, mesh).layers, stored_specs(config, mesh).layers
+    network = Model(config, mesh)
+    cuts, stored = shard_dims(network).layers, stored_specs(network).layers
 
     def local(layers):
         joined = zero.unshard(layers, cuts)

@@ -10,7 +10,7 @@ from programs import mesh_of
 from whole_network import loss_and_gradient
 
 from jrl.trainer.setup.memory import weight_bytes
-from moe.config import ModelConfig, MultiHeadLatentAttention
+from moe.config import Model, ModelConfig, MultiHeadLatentAttention
 from moe.counts import sizes_of
 from moe.execution import Execution
 from moe.experts.dispatch import buffers
@@ -72,8 +72,9 @@ MIXTRAL = PRESETS["mixtral-8x22b"]
 def test_weights_and_their_parts_are_those_of_the_placement(layout, num_layers):
     sizes, config = Layout.parse(layout), replace(CONFIG, num_layers=num_layers)
     mesh, model = fold_abstract(sizes), sizes_of(config)
-    assert 4 * parameters_on_device(model, sizes) == weight_bytes(config, mesh)
-    assert 4 * sharded_parameters(model, sizes) == weight_bytes(config, mesh, shards=True)
+    network = Model(config, mesh)
+    assert 4 * parameters_on_device(model, sizes) == weight_bytes(network)
+    assert 4 * sharded_parameters(model, sizes) == weight_bytes(network, shards=True)
 
 
 @pytest.mark.parametrize(("storage", "copies"), [("float32", (4, 8)), ("bfloat16", (4, 6))])
@@ -229,7 +230,7 @@ def compiled_bytes(layout, rows, time, model=CONFIG, **execution):
     weights = jax.tree.map(
         lambda leaf, spec: abstract(leaf.shape, leaf.dtype, spec),
         jax.eval_shape(lambda weights: in_chunks(weights, mesh), shapes(config)),
-        specs(config, mesh),
+        specs(Model(config, mesh)),
     )
     piece = tuple(
         abstract((rows, time), dtype, PartitionSpec(mesh.dp)) for dtype in (jnp.int32, jnp.bool_)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tiers import full_but
 
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.counts import sizes_of
 from moe.placement import specs
 from sharding.costs.hardware import HARDWARE
@@ -80,7 +80,7 @@ def test_what_is_legal_is_what_the_network_takes():
     for layout in layouts(24):
         rule = broken_rule(sizes_of(config), layout, rows=24 * 24, time=24 * 48)
         try:
-            specs(config, fold_abstract(layout))
+            specs(Model(config, fold_abstract(layout)))
         except ValueError:
             refused += 1
             assert rule is not None, layout

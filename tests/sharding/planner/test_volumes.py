@@ -26,6 +26,7 @@ from traced_volumes import (
 )
 
 from moe import model
+from moe.config import Model
 from moe.counts import sizes_of
 from moe.execution import Execution
 from moe.placement import specs
@@ -303,13 +304,14 @@ def test_a_step_has_the_layers_of_the_deepest_stage():
 def test_a_compiled_layer_sends_what_is_stated(name, layout, dispatch, overlap):
     execution = Execution(dispatch=dispatch, context="gather", **overlap)
     config, mesh = replace(CONFIGS[name], num_layers=1, execution=execution), mesh_of(layout)
+    network = Model(config, mesh)
     by_row = PartitionSpec(mesh.dp)
 
     def local(weights, tokens, valid):
-        x, stats = model.hidden(weights, tokens, valid, config, mesh)
+        x, stats = model.hidden(weights, tokens, valid, network)
         return x, jax.tree.map(jnp.atleast_1d, stats)
 
-    forward = on_mesh(local, mesh, (specs(config, mesh), by_row, by_row), PartitionSpec(mesh.axes))
+    forward = on_mesh(local, mesh, (specs(network), by_row, by_row), PartitionSpec(mesh.axes))
     batch = batch_of(config, mesh.layout)
     tokens = jnp.ones((batch.rows, batch.time), jnp.int32)
     compiled = forward.lower(random_weights(config, 0), tokens, tokens > 0).compile()

@@ -28,7 +28,7 @@ from jrl.rollout.decoding.prefill import admit
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.sampling import GREEDY, Sampling
 from moe.cache import over_columns
-from moe.config import GatedDeltaNet
+from moe.config import GatedDeltaNet, Model
 from moe.model import routing_choices
 from moe.placement import specs
 from sharding.folding import Layout, fold
@@ -380,11 +380,16 @@ def test_choices_are_those_of_the_whole_sequence(layout):
 
 def chosen(rollout):
     mesh = fold(Layout(), jax.devices()[:1])
+    model = Model(CONFIG, mesh)
     step = jax.jit(
         jax.shard_map(
-            lambda w, t, v: routing_choices(w, t, v, CONFIG, mesh),
+            lambda w, t, v: routing_choices(w, t, v, model),
             mesh=mesh.mesh,
-            in_specs=(specs(CONFIG, mesh), PartitionSpec(mesh.axes), PartitionSpec(mesh.axes)),
+            in_specs=(
+                specs(model),
+                PartitionSpec(mesh.axes),
+                PartitionSpec(mesh.axes),
+            ),
             out_specs=PartitionSpec(None, mesh.axes),
         )
     )

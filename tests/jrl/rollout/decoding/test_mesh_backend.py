@@ -16,6 +16,7 @@ from jrl.rollout.decoding.mesh_backend import Advanced, StepLimits, advance, uns
 from jrl.rollout.decoding.slots import Decoder, SamplerState, abstract_pool
 from jrl.rollout.sampling import Sampling
 from jrl.trainer.setup.memory import unstacked_bytes
+from moe.config import Model
 from moe.execution import Execution
 from moe.layers.depth import split_layer_groups
 from moe.placement import shardings
@@ -101,11 +102,12 @@ def test_only_weights_that_are_sliced_out_of_their_stack_are_copied(name):
     scanned, windows = COPIED[name]
     config = replace(CONFIG, num_layers=4, execution=Execution(scan_layers=scanned), **windows)
     mesh = fold(Layout(), jax.devices()[:1])
-    weights = jax.device_put(counting(config), shardings(config, mesh))
+    model = Model(config, mesh)
+    weights = jax.device_put(counting(config), shardings(model))
     policy = unstack_policy(Decoder(config, mesh, PAD, (EOS,)), weights)
     given = {id(leaf) for leaf in jax.tree.leaves(weights)}
     copies = [leaf for leaf in jax.tree.leaves(policy) if id(leaf) not in given]
-    assert sum(leaf.nbytes for leaf in copies) == unstacked_bytes(config, mesh, is_stored=True)
+    assert sum(leaf.nbytes for leaf in copies) == unstacked_bytes(model, is_stored=True)
     assert bool(copies) == (name != "scanned")
     chex.assert_trees_all_equal(policy.layers, split_layer_groups(weights, config))
 

@@ -18,6 +18,7 @@ from jrl.rollout.decoding.sizes import SERVING
 from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.sampling import GREEDY
 from jrl.trainer.scoring import PromptLayout, Scorer, mark_replicated
+from moe.config import Model
 from moe.placement import specs
 
 K, CLOSE = 3, 1e-5
@@ -55,7 +56,7 @@ def trainer_logprobs() -> list[np.ndarray]:
     rows = P(mesh.dp)
     step = jax.jit(
         jax.shard_map(
-            local, mesh=mesh.mesh, in_specs=(specs(CONFIG, mesh), rows, rows), out_specs=rows
+            local, mesh=mesh.mesh, in_specs=(specs(Model(CONFIG, mesh)), rows, rows), out_specs=rows
         ),
         compiler_options=FAST_COMPILE,
     )

@@ -15,6 +15,7 @@ from jrl.trainer.evaluation.served_model import open_served_model
 from moe import huggingface
 from moe.adapters import merge_adapters, with_base
 from moe.architecture.lora import Lora
+from moe.config import Model
 from moe.weights import initialise_trained, table
 
 
@@ -38,9 +39,11 @@ def given(tmp_path_factory):
 def test_they_are_merged_in_float32_whatever_the_network_computes_in(given, dtype):
     checkpoint, adapters, merged = given
     config = replace(huggingface.config_from(checkpoint), dtype=dtype)
-    found, _ = load_model(checkpoint, config, mesh_of("dp1"), masters=True, adapters=str(adapters))
+    found, _ = load_model(
+        checkpoint, Model(config, mesh_of("dp1")), masters=True, adapters=str(adapters)
+    )
     chex.assert_trees_all_equal(found, merged)
-    plain, _ = load_model(checkpoint, config, mesh_of("dp1"), masters=True)
+    plain, _ = load_model(checkpoint, Model(config, mesh_of("dp1")), masters=True)
     assert not np.array_equal(plain.layers.dense.down, merged.layers.dense.down)
 
 
@@ -63,7 +66,7 @@ def test_what_has_none_of_this_network_is_refused(given):
             open_served_model(str(checkpoint), adapters=str(folder))
     wider = replace(huggingface.config_from(checkpoint), d_model=16)
     with pytest.raises(ValueError, match="does not fit this model"):
-        load_model(checkpoint, wider, mesh_of("dp1"), adapters=str(adapters))
+        load_model(checkpoint, Model(wider, mesh_of("dp1")), adapters=str(adapters))
     with pytest.raises(ValueError, match=r"needs a published checkpoint .*, and runs/a is a run"):
         check_of_checkpoint(str(adapters), "runs/a", is_checkpoint=False)
     with pytest.raises(ValueError, match=r"lora='x' needs a published checkpoint"):

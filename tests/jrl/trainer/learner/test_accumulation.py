@@ -14,6 +14,7 @@ from jrl.trainer.learner import update as of_update
 from jrl.trainer.setup.network import network_of
 from moe import placement
 from moe.adapters import select_frozen, select_trained
+from moe.config import Model
 from moe.execution import Execution
 from moe.weights import cast, table
 
@@ -73,7 +74,7 @@ def traced(num_micro, overlaps=True, **options):
 
 def matrices(setup, stack):
     """How many weights of a layer are cut."""
-    cuts = getattr(placement.shard_dims(setup.model, setup.mesh), stack)
+    cuts = getattr(placement.shard_dims(Model(setup.model, setup.mesh)), stack)
     return sum(bool(cut.atoms) for cut in jax.tree.leaves(cuts))
 
 

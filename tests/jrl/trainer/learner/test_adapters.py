@@ -26,6 +26,7 @@ from jrl.trainer.setup.network import network_of
 from jrl.trainer.state import abstract, frozen_weights, init_adapters, init_state
 from moe import weights as moe_weights
 from moe.adapters import has_adapters, merge_adapters, without_adapters
+from moe.config import Model
 
 
 def lora_setup(recipe="ppo", changes=None, **settings):
@@ -36,7 +37,7 @@ def lora_setup(recipe="ppo", changes=None, **settings):
 
 def begun(setup):
     plain = replace(setup, model=setup.model.without_adapters())
-    adapters = init_adapters(setup.model, setup.mesh, setup.randomness.key("adapters"))
+    adapters = init_adapters(Model(setup.model, setup.mesh), setup.randomness.key("adapters"))
     key = setup.randomness.key("critic")
     return init_state(setup.networks, fresh_weights(plain), key, adapters=adapters)
 
@@ -101,14 +102,14 @@ def test_a_run_learns_adapters_alone_and_goes_on_bit_for_bit(run, tmp_path):
     begin_or_go_on(replace(setup, run=replace(setup.run, steps=1)), other)
     begin_or_go_on(setup, other)
     assert metrics_of(other)[:1] == metrics_of(path)[:1]
-    found, step = load_model(RunFolder.read(other), setup.model, setup.mesh)
-    expected, _ = load_model(RunFolder.read(path), setup.model, setup.mesh)
+    found, step = load_model(RunFolder.read(other), Model(setup.model, setup.mesh))
+    expected, _ = load_model(RunFolder.read(path), Model(setup.model, setup.mesh))
     assert step == 2
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     b = expected.layers.attention.query.b
     assert np.any(np.asarray(b) != 0)
     # What another run begins from has them merged.
-    merged, _ = load_model(RunFolder.read(path), setup.model, setup.mesh, masters=True)
+    merged, _ = load_model(RunFolder.read(path), Model(setup.model, setup.mesh), masters=True)
     assert not has_adapters(merged)
     twin = merge_adapters(expected, moe_weights.table(setup.model))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), merged, twin)

@@ -35,6 +35,7 @@ from jrl.trainer.scoring import logprobs_of
 from jrl.trainer.setup.memory import memory
 from jrl.trainer.state import abstract, restore, save
 from moe import model
+from moe.config import Model
 from moe.execution import Execution
 from moe.router.balance import router_loss
 from moe.weights import cast_shapes, shapes
@@ -113,8 +114,8 @@ def gradient_by_hand(setup, batch):
     def local(weights, rows):
         def loss(weights):
             some = vary(rows, mesh.axes)
-            x, router = model.run(weights, objective.pack(some), setup.model, mesh)
-            of_router = router_loss(router, setup.model, mesh, totals.num_valid)
+            x, router = model.run(weights, objective.pack(some), Model(setup.model, mesh))
+            of_router = router_loss(router, Model(setup.model, mesh), totals.num_valid)
             of_policy, _ = objective.loss(weights, x, some, totals)
             return all_sum(of_policy + of_router, mesh.axes)
 
@@ -386,7 +387,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
     folder, networks = RunFolder.read(tmp_path / "whole"), run(3).networks
     model, mesh = networks.policy.config, networks.mesh
     for masters, learned in ((False, whole.policy.weights), (True, whole.policy.masters)):
-        policy, step = load_model(folder, model, mesh, masters=masters)
+        policy, step = load_model(folder, Model(model, mesh), masters=masters)
         same_bits(policy, learned)
         assert step == 3
     models = {"policy": model, "critic": model.as_critic()}

@@ -34,6 +34,7 @@ from jrl.trainer.setup.plan_inputs import planner_args
 from jrl.trainer.setup.setup import build_setup
 from jrl.trainer.state import abstract, init_adapters, init_state, init_weights, restore, save
 from moe import placement
+from moe.config import Model
 from moe.execution import Execution
 from moe.weights import Weight, shapes
 from sharding.planner.memory import memory as planned_memory
@@ -354,8 +355,10 @@ def test_abstract_state_equals_the_state(run, name):
     setup = build_setup(run, Grpo(optimizer=name))
     plain, mesh = setup.model.without_adapters(), setup.mesh
     key = setup.randomness.key("weights")
-    adapters = None if setup.model.lora is None else init_adapters(setup.model, mesh, key)
-    state = init_state(setup.networks, init_weights(plain, mesh, key), key, adapters=adapters)
+    adapters = None if setup.model.lora is None else init_adapters(Model(setup.model, mesh), key)
+    state = init_state(
+        setup.networks, init_weights(Model(plain, mesh), key), key, adapters=adapters
+    )
     assert memory(setup).get("optimizer state", 0) == on_one_device(state.policy.opt_state)
     for real, like in zip(*map(jax.tree.leaves, (state, abstract(setup.networks))), strict=True):
         assert (real.shape, real.dtype) == (like.shape, like.dtype)
@@ -393,7 +396,7 @@ def step_on(name, where):
     setup = setup_on(name, where)
     network, mesh = setup.networks.policy, setup.mesh
     config, random = network.config, np.random.default_rng(0)
-    shardings = placement.shard_shardings(config, mesh)
+    shardings = placement.shard_shardings(Model(config, mesh))
 
     def drawn(scale):
         tree = jax.tree.map(
@@ -402,7 +405,7 @@ def step_on(name, where):
         return jax.device_put(placement.in_chunks(tree, mesh), shardings)
 
     weights, grads = drawn(0.1), drawn(1.0)
-    like = abstract_state(network.optimizer, config, mesh)
+    like = abstract_state(network.optimizer, Model(config, mesh))
     built = transformation_of(network.optimizer, config)
     on = jax.tree.map(lambda leaf: leaf.sharding, like)
 

@@ -18,12 +18,13 @@ from jrl.trainer.learner.metrics import FirstUpdate, Max
 from jrl.trainer.learner.optimizers import transformation
 from jrl.trainer.learner.update import update
 from jrl.trainer.state import init_weights
+from moe.config import Model
 
 
 def networks(setup):
     """What each network is updated with: objective, optimizer, and weights without a zero head."""
     policy, critic = setup.networks.policy, setup.networks.critic
-    random = init_weights(critic.config, setup.mesh, setup.randomness.key("critic"))
+    random = init_weights(Model(critic.config, setup.mesh), setup.randomness.key("critic"))
     head = jax.device_put(jnp.linspace(-1.0, 1.0, setup.model.d_model), replicated(setup.mesh))
     return {
         "policy": (policy.objective, policy.optimizer, fresh_weights(setup)),
@@ -39,7 +40,7 @@ def setup_on(layout):
 def one_update(network, layout, num_micro, batch=small_batch):
     setup = setup_on(layout)
     objective, optimizer, weights = networks(setup)[network]
-    learner = init_learner(optimizer, weights, objective.config, setup.mesh)
+    learner = init_learner(optimizer, weights, Model(objective.config, setup.mesh))
     return jax.device_get(update(objective, optimizer, num_micro, learner, batch(setup)))
 
 
@@ -129,7 +130,9 @@ def test_selection_bias_is_moved_by_the_load_alone(network):
     bias = jnp.linspace(-0.1, 0.1, experts.bias.size).reshape(experts.bias.shape)
     bias = jax.device_put(bias, replicated(setup.mesh))
     layers = replace(weights.layers, experts=replace(experts, bias=bias))
-    learner = init_learner(optimizer, replace(weights, layers=layers), objective.config, setup.mesh)
+    learner = init_learner(
+        optimizer, replace(weights, layers=layers), Model(objective.config, setup.mesh)
+    )
     learner, metrics = jax.device_get(update(objective, optimizer, 1, learner, small_batch(setup)))
     load = metrics.load.counts
     assert load.sum() == jax.device_get(small_batch(setup)).valid.sum() * 2 * setup.model.num_layers
@@ -151,7 +154,7 @@ def test_what_is_not_finite_moves_nothing(bad):
         objective,
         optimizer,
         2,
-        init_learner(optimizer, weights, objective.config, setup.mesh),
+        init_learner(optimizer, weights, Model(objective.config, setup.mesh)),
         small_batch(setup),
     )
     before = jax.device_get(learner)
@@ -178,7 +181,7 @@ def test_a_mini_batch_without_tokens_moves_nothing(network):
     """Though there are momentum, a warm-up and the routers' losses."""
     setup = setup_on("dp1")
     objective, optimizer, weights = networks(setup)[network]
-    learner = init_learner(optimizer, weights, objective.config, setup.mesh)
+    learner = init_learner(optimizer, weights, Model(objective.config, setup.mesh))
     learner, metrics = update(objective, optimizer, 2, learner, small_batch(setup))
     assert not metrics.empty
     before = jax.device_get(learner)
@@ -209,7 +212,7 @@ def test_callers_weights_survive():
     setup = setup_on("dp1")
     objective, optimizer, weights = networks(setup)["policy"]
     before = jax.device_get(weights)
-    learner = init_learner(optimizer, weights, objective.config, setup.mesh)
+    learner = init_learner(optimizer, weights, Model(objective.config, setup.mesh))
     given_up = learner.weights.embedding
     moved, _ = update(objective, optimizer, 2, learner, small_batch(setup))
     assert given_up.is_deleted()

@@ -15,6 +15,7 @@ from jrl.rollout.resharding import rollout_mesh, rollout_policy
 from moe import placement, weights
 from moe.adapters import combine_trees, merge_adapters, select_frozen, select_trained
 from moe.architecture.lora import TARGETS, Lora
+from moe.config import Model
 from moe.execution import Execution
 
 ROWS = 8
@@ -108,7 +109,7 @@ def test_what_samples_is_merged_in_float32_and_rounded_once(layout):
     setup = setup_on(layout, dtype="bfloat16")
     config, mesh = setup.model, setup.mesh
     given = weights.cast(random_weights(setup, config), config)
-    found = rollout_policy(given, config, mesh, rollout_mesh(None, mesh))
+    found = rollout_policy(given, Model(config, mesh), rollout_mesh(None, mesh))
     in_order = jax.device_get(placement.in_layer_order(given, mesh))
     query = in_order.layers.attention.query
     added = np.einsum("ldr,lrhk->ldhk", query.a, query.b, dtype=np.float64) * query.scale

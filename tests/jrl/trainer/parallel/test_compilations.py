@@ -16,6 +16,7 @@ from jrl.rollout.collection.collect import collect
 from jrl.trainer.learner.update import update
 from moe import placement
 from moe import weights as moe_weights
+from moe.config import Model
 
 
 def setup_on(layout):
@@ -27,7 +28,7 @@ def setup_on(layout):
 
 def initial(setup):
     weights = moe_weights.initialise(setup.model, jax.random.key(0))
-    return jax.device_put(weights, placement.shardings(setup.model, setup.mesh))
+    return jax.device_put(weights, placement.shardings(Model(setup.model, setup.mesh)))
 
 
 def compiled(name, caplog, step, *arguments):

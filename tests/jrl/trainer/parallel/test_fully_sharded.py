@@ -23,6 +23,7 @@ from jrl.trainer.learner.update import update
 from jrl.trainer.setup.memory import memory
 from jrl.trainer.state import abstract, restore, save
 from moe import placement
+from moe.config import Model
 from moe.execution import Execution
 from sharding.folding import Layout, fold
 
@@ -101,7 +102,7 @@ def test_each_layer_is_joined_forward_and_again_backward(scanned, programs):
     objective, optimizer = setup.networks.policy.objective, setup.networks.policy.optimizer
     learner = setup.networks.policy.init(random_weights(setup, setup.model))
     lowered = update.lower(objective, optimizer, 1, learner, small_batch(setup, ROWS)).as_text()
-    cuts = placement.shard_dims(setup.model, setup.mesh)
+    cuts = placement.shard_dims(Model(setup.model, setup.mesh))
     of_a_layer, of_all = (
         sum(bool(cut.atoms) for cut in jax.tree.leaves(some)) for some in (cuts.layers, cuts)
     )
@@ -120,8 +121,10 @@ def test_the_rollout_has_whole_weights_and_draws_the_same():
     drawn = [sampled(s, own) for s, own in ((setup, weights), (plain, same))]
     chex.assert_trees_all_equal(*drawn)
     apart = fold(Layout(tp=2, dp=2), jax.devices()[:4])
-    moved = reshard(weights, setup.model, setup.mesh, apart)
-    assert elements_on_one(moved) == elements_on_one(reshard(same, plain.model, plain.mesh, apart))
+    moved, unsharded = (
+        reshard(own, Model(s.model, s.mesh), apart) for s, own in ((setup, weights), (plain, same))
+    )
+    assert elements_on_one(moved) == elements_on_one(unsharded)
     chex.assert_trees_all_equal(moved, same)
 
 

@@ -16,6 +16,7 @@ from three_updates import FAST_COMPILE, random_weights, three_updates
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.trainer.learner import update as of_update
 from moe import placement
+from moe.config import Model
 from moe.execution import Execution
 from sharding import zero
 
@@ -54,7 +55,7 @@ def sent(setup, num_micro):
 def test_each_gradient_is_sent_once_in_bfloat16():
     """Of two micro-batches, which are summed in float32 on each device."""
     setup = setup_on("dp4")
-    cuts = jax.tree.leaves(placement.shard_dims(setup.model, setup.mesh))
+    cuts = jax.tree.leaves(placement.shard_dims(Model(setup.model, setup.mesh)))
     leaves = jax.tree.leaves(random_weights(setup, setup.model))
     elements = sum(x.size for x, cut in zip(leaves, cuts, strict=True) if cut.atoms)
     number = sum(bool(cut.atoms) for cut in cuts)
@@ -66,7 +67,7 @@ def test_each_gradient_is_sent_once_in_bfloat16():
 def test_gradients_of_shards_are_sent_in_bfloat16_for_each_micro_batch():
     """Inside the pass of one, as layers are, two programs; the rest once."""
     setup = setup_on("dp4", fsdp=True)
-    cuts = placement.shard_dims(setup.model, setup.mesh)
+    cuts = placement.shard_dims(Model(setup.model, setup.mesh))
     of_a_layer, of_all = (
         sum(bool(cut.atoms) for cut in jax.tree.leaves(some)) for some in (cuts.layers, cuts)
     )

@@ -31,6 +31,7 @@ from jrl.trainer.learner.update import update
 from jrl.trainer.scoring import PromptLayout, logprobs_of, num_micro_batches, values_of
 from jrl.trainer.state import abstract, restore, save
 from moe import placement
+from moe.config import Model
 from moe.execution import Execution
 from sharding.folding import Layout, fold_abstract
 
@@ -171,6 +172,6 @@ def test_every_chunk_has_a_layer():
     with pytest.raises(
         ValueError, match=r"num_layers=4 cannot be split into 5 pipeline stages x 1"
     ):
-        placement.specs(setup.model, fold_abstract(Layout(pp=5)))
+        placement.specs(Model(setup.model, fold_abstract(Layout(pp=5))))
     with pytest.raises(ValueError, match=r"num_layers=4 .* 2 pipeline stages x 3 chunks"):
-        placement.specs(setup.model, fold_abstract(Layout(pp=2, vpp=3)))
+        placement.specs(Model(setup.model, fold_abstract(Layout(pp=2, vpp=3))))

@@ -29,7 +29,7 @@ from jrl.trainer.state import abstract, init_adapters, init_state, init_weights
 from moe import placement, weights
 from moe.adapters import select_trained
 from moe.architecture.attention import GatedDeltaNet, MultiHeadLatentAttention
-from moe.config import tiny
+from moe.config import Model, tiny
 from moe.execution import Execution
 from moe.head import logits_of
 from sharding.folding import Layout, fold_abstract
@@ -63,7 +63,7 @@ def local_bytes(setup, function, *arguments):
         jax.shard_map(
             local,
             mesh=mesh.mesh,
-            in_specs=(placement.specs(setup.model, mesh), rows, rows),
+            in_specs=(placement.specs(Model(setup.model, mesh)), rows, rows),
             out_specs=PartitionSpec(),
         ),
         weights.shapes(setup.model),
@@ -81,7 +81,7 @@ def cache_of(setup):
     """Bytes of the cache of a run."""
     columns = setup.prompt_length + setup.response_length
     slots = setup.geometry.slots(setup.run.slots)
-    return cache_bytes(setup.model, setup.rollout_mesh, slots, columns)
+    return cache_bytes(Model(setup.model, setup.rollout_mesh), slots, columns)
 
 
 def logits_of_pass(setup, rows):
@@ -95,7 +95,7 @@ def with_critic_and_reference():
 @pytest.mark.slow
 def test_memory_of_the_state_is_what_the_state_takes():
     setup = with_critic_and_reference()
-    weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights"))
+    weights = init_weights(Model(setup.model, setup.mesh), setup.randomness.key("weights"))
     state = init_state(setup.networks, weights, setup.randomness.key("critic"))
     needs = memory(setup)
     assert state.critic is not None
@@ -169,7 +169,7 @@ def test_memory_of_all_logits_is_what_a_sampler_that_truncates_asks_for():
         x, _ = before_responses(
             weights, tokens, valid, setup.prompt_length, 1, setup.model, setup.mesh
         )
-        return logits_of(weights, x, setup.model, setup.mesh)
+        return logits_of(weights, x, Model(setup.model, setup.mesh))
 
     time = setup.prompt_length + setup.response_length
     assert logits_of_pass(setup, rows=6) == local_bytes(setup, score, *tokens_of(6, time))
@@ -191,7 +191,7 @@ def test_memory_of_logits_is_that_of_a_chunk_of_columns(vocab_size, chunk, colum
 def test_memory_of_a_vocabulary_is_a_part_where_tp_divides_it(vocab_size, share):
     mesh = fold_abstract(Layout.parse(LAYOUT))
     config, least = (tiny(size) for size in (vocab_size, 2))
-    more = weight_bytes(config, mesh) - weight_bytes(least, mesh)
+    more = weight_bytes(Model(config, mesh)) - weight_bytes(Model(least, mesh))
     # Embedding and head, of 2 tokens one on each rank.
     assert more == 2 * 4 * config.d_model * (share - 1)
 
@@ -239,9 +239,10 @@ def test_memory_of_adapters_is_that_of_what_learns(dtype):
     run = RunConfig(layout=LAYOUT, dtype=dtype, lora_rank=4, warm_start_steps=0)
     setup = build_setup(run, replace(Ppo(), kl_coef=0.1))
     plain, mesh = setup.model.without_adapters(), setup.mesh
+    model = Model(plain, mesh)
     key, on = setup.randomness.key("weights"), on_one_device
-    adapters = init_adapters(setup.model, mesh, key)
-    state = init_state(setup.networks, init_weights(plain, mesh, key), key, adapters=adapters)
+    adapters = init_adapters(Model(setup.model, mesh), key)
+    state = init_state(setup.networks, init_weights(model, key), key, adapters=adapters)
     needs = memory(setup)
     assert needs["weights"] == on(state.policy.weights)
     assert needs["optimizer state"] == on(state.policy.opt_state)
@@ -249,7 +250,7 @@ def test_memory_of_adapters_is_that_of_what_learns(dtype):
     assert needs["critic"] == on(learned)
     assert needs["critic's optimizer state"] == on(state.critic.opt_state)
     assert needs["gradients"] < needs["weights"] / 2
-    assert needs["rollout policy"] == weight_bytes(plain, mesh)
+    assert needs["rollout policy"] == weight_bytes(model)
     assert not {"reference", "float32 masters", "critic's float32 masters"} & needs.keys()
     shown = parameters(setup)
     number = weights.num_trained_parameters(setup.model)
@@ -356,7 +357,7 @@ def test_a_rollout_of_its_own_is_printed_and_takes_memory(apart):
     assert "Rollout layout: tp2 cp1 dp4 pp1 / ep2 etp1 edp4 on the same" in text.getvalue()
     needs = memory(apart)
     policy = weights.initialise(apart.model, apart.randomness.key("weights"))
-    there = jax.device_put(policy, placement.shardings(apart.model, apart.rollout_mesh))
+    there = jax.device_put(policy, placement.shardings(Model(apart.model, apart.rollout_mesh)))
     assert needs["rollout policy"] == on_one_device(there)
     # The cache is that of dp 4 and tp 2.
     positions = apart.recipe.completions // 4 * (apart.prompt_length + apart.response_length)
@@ -384,7 +385,9 @@ def test_only_layers_that_are_not_scanned_are_unstacked_to_sample():
     def sizes(layers, is_stored=False, **execution):
         execution = Execution(**execution)
         config = replace(tiny(8), num_layers=layers, execution=execution)
-        return unstacked_bytes(config, mesh, is_stored=is_stored), weight_bytes(config, mesh)
+        return unstacked_bytes(Model(config, mesh), is_stored=is_stored), weight_bytes(
+            Model(config, mesh)
+        )
 
     layer = sizes(3)[1] - sizes(2)[1]
     assert [sizes(layers)[0] for layers in (2, 8, 9)] == [2 * layer, 8 * layer, 0]

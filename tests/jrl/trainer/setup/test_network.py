@@ -24,7 +24,7 @@ from jrl.trainer.setup.network import (
 from jrl.trainer.setup.setup import build_setup
 from moe.attention import context_parallel as context
 from moe.attention import core, latent
-from moe.config import PRESETS, ModelConfig, MultiHeadLatentAttention
+from moe.config import PRESETS, Model, ModelConfig, MultiHeadLatentAttention
 from moe.execution import Execution
 from moe.experts import feed_forward
 from moe.experts.dispatch import choice as dispatch
@@ -179,10 +179,10 @@ def test_drops_need_a_capacity(given, message):
 def test_what_cannot_serve_is_refused_before_anything_is_compiled(given, layout, message):
     config = replace(small_model(11), execution=Execution(**given))
     with pytest.raises(ValueError, match=message):
-        check_supported(config, fold_abstract(Layout.parse(layout), "cpu"))
+        check_supported(Model(config, fold_abstract(Layout.parse(layout), "cpu")))
     assert "\n" not in message
     check_supported(
-        replace(config, execution=Execution()), fold_abstract(Layout.parse(layout), "cpu")
+        Model(replace(config, execution=Execution()), fold_abstract(Layout.parse(layout), "cpu"))
     )
 
 
@@ -237,9 +237,9 @@ def test_kernels_are_refused_on_gpus_that_they_are_not_written_for(monkeypatch):
                     rf"{name}='{value}' does not support GPUs of capability {capability}.*leave"
                 )
                 with pytest.raises(ValueError, match=message):
-                    check_supported(config, gpu)
+                    check_supported(Model(config, gpu))
             else:
-                check_supported(config, gpu)
+                check_supported(Model(config, gpu))
 
 
 @pytest.mark.parametrize(
@@ -256,10 +256,10 @@ def test_a_cache_that_the_kernel_cannot_read_is_refused(config, message):
     with pytest.raises(
         ValueError, match=rf"is not supported: .*: leave out --attention{instead}\.$"
     ):
-        check_supported(attends, gpu)
+        check_supported(Model(attends, gpu))
     config = replace(config, execution=Execution(decode_attention="mosaic"))
     with pytest.raises(ValueError, match=rf"decode_attention='mosaic' is not supported: {message}"):
-        check_supported(config, gpu)
+        check_supported(Model(config, gpu))
 
 
 def test_a_cache_of_latent_attention_has_a_kernel():
@@ -268,14 +268,14 @@ def test_a_cache_of_latent_attention_has_a_kernel():
     for kept in (None, "expanded"):
         execution = Execution(decode_attention="mosaic", latent=kept)
         gpu = fold_abstract(Layout.parse("dp1"), "gpu")
-        check_supported(replace(config, execution=execution), gpu)
+        check_supported(Model(replace(config, execution=execution), gpu))
 
 
 def test_one_device_takes_any_way_over_cp():
     """A layout may change when a run is resumed."""
     for name in context.IMPLEMENTATIONS:
         config = small_model(11, execution=Execution(context=name, attention="plain"))
-        check_supported(config, fold_abstract(Layout.parse("dp2"), "cpu"))
+        check_supported(Model(config, fold_abstract(Layout.parse("dp2"), "cpu")))
 
 
 def test_a_dry_run_shows_how_it_computes():
@@ -313,8 +313,8 @@ def test_a_dry_run_shows_how_it_computes():
 def test_what_overlaps_nothing_is_refused(field, layout, parts, message):
     model = small_model(11, execution=Execution(**{field: True}))
     with pytest.raises(ValueError, match=message):
-        check_overlaps(model, fold_abstract(Layout.parse(layout)), parts)
-    check_overlaps(model, fold_abstract(Layout.parse("dp2 / ep2")), 2)
+        check_overlaps(Model(model, fold_abstract(Layout.parse(layout))), parts)
+    check_overlaps(Model(model, fold_abstract(Layout.parse("dp2 / ep2"))), 2)
 
 
 def test_halves_that_cannot_be_had_are_refused_before_anything_is_compiled():
@@ -328,12 +328,12 @@ def test_halves_that_cannot_be_had_are_refused_before_anything_is_compiled():
     with pytest.raises(
         ValueError, match=r"a half-batch of 18 tokens cannot be split over cp x tp = 4 "
     ):
-        check_overlaps(model, setup.mesh, parts, halves)
+        check_overlaps(Model(model, setup.mesh), parts, halves)
     whole = replace(geometry, response_length=6)
-    check_overlaps(model, setup.mesh, *whole.overlap_units(packing=None))
+    check_overlaps(Model(model, setup.mesh), *whole.overlap_units(packing=None))
     full = replace(model, capacity_factor=0.8)
     with pytest.raises(ValueError, match=r"capacity_factor=0\.8 would drop other tokens"):
-        check_overlaps(full, setup.mesh, *whole.overlap_units(packing=None))
+        check_overlaps(Model(full, setup.mesh), *whole.overlap_units(packing=None))
 
 
 def test_gpus_that_share_experts_have_buffers_of_balanced_load_by_default():

@@ -17,6 +17,7 @@ from jrl.trainer.setup.planner import (
 )
 from jrl.trainer.setup.setup import build_setup
 from moe.attention.context_parallel import context_of
+from moe.config import Model
 from sharding.costs.hardware import HARDWARE, find_hardware
 from sharding.folding import Layout, fold
 from sharding.planner.memory import memory as planned_memory
@@ -32,7 +33,7 @@ def asked(setup):
 
 
 def method(setup):
-    return method_of(setup.model, setup.mesh, batch_of(setup.geometry), setup.run)
+    return method_of(Model(setup.model, setup.mesh), batch_of(setup.geometry), setup.run)
 
 
 def test_the_batch_is_the_mini_batch(setup):
@@ -46,7 +47,7 @@ def test_the_batch_is_the_mini_batch(setup):
 def test_states_are_those_that_the_dry_run_counts(setup, dtype):
     setup = replace(setup, model=replace(setup.model, dtype=dtype))
     needs, counted = planned_memory(*planner_args(*asked(setup))), memory(setup)
-    assert needs.weights == counted["weights"] == weight_bytes(setup.model, setup.mesh)
+    assert needs.weights == counted["weights"] == weight_bytes(Model(setup.model, setup.mesh))
     masters = counted.get("float32 masters", 0)
     assert needs.optimizer == masters + counted["optimizer state"] - 8  # step counters
     assert needs.gradients == counted["gradients"]
@@ -74,7 +75,7 @@ def test_attention_crosses_devices_as_the_run_will_have_it(setup):
         )
     )
     for each in (few, many):
-        assert method(each).context == context_of(each.model, each.mesh)
+        assert method(each).context == context_of(Model(each.model, each.mesh))
     assert [method(each).context for each in (few, many)] == ["gather", "ulysses"]
 
 

@@ -133,8 +133,8 @@ CASES = [(name, layout) for name in NAMES for layout in ("dp4 / ep4", "dp8 / ep4
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout"), full_but(CASES, ("all_to_all", CASES[0][1])))
 def test_even_routing_fits_and_overflow_is_counted(name, layout, emulated):
-    """48 rows a device with even routing, and 64 of room: those of the third expert fit, and of
-    the 128 of the first two a half."""
+    """48 rows a device with even routing, and 64 of room: the rows of the third expert fit, and
+    half of the 128 rows of the first two."""
     mesh = mesh_of(layout)
     run = program(mesh, dispatch=name, buffer_factor=1.0)
     given = weights(), tokens()

@@ -196,7 +196,7 @@ def test_two_levels_equal_the_dense_oracle(name, layout, server_devices, emulate
     ("name", "capacity"),
     list(itertools.product(["all_to_all", "all_gather", *TWO_LEVELS], [1, 2])),
 )
-def test_smaller_buffers_hold_what_a_capacity_lets_through(name, capacity, emulated):
+def test_capacity_buffers_hold_admitted_tokens(name, capacity, emulated):
     mesh = mesh_of("tp2 dp4 / ep4 etp2" if name in TWO_LEVELS else "tp2 dp4 / ep2 etp2")
     options = {"execution": by(name, server_devices=4), "capacity": capacity}
     program = pulled(on(mesh, partial(dispatch, mesh=mesh, **options)))
@@ -322,7 +322,7 @@ def test_ragged_is_lowered_for_cuda_with_its_gradient():
 
 
 @unchecked()
-def test_what_cannot_be_had_is_refused():
+def test_dispatch_rejects_unsupported_settings():
     mesh = mesh_of("dp2 / ep2")
     for name, message in (
         ("ragged", r'dispatch="ragged" needs jax.lax.ragged_all_to_all, which CPU devices do not'),

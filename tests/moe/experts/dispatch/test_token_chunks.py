@@ -107,7 +107,7 @@ def test_chunks_are_equal_but_for_one_token_and_none_is_empty(num_tokens, chunks
 
 
 def same(found, given):
-    """Sums and gradients are those of all tokens at once on one device, and all found room."""
+    """Sums and gradients equal all tokens at once on one device, and all found room."""
     (out, gradients, overflow), expected = jax.device_get((found, reference(*given)))
     assert overflow == 0
     # A row is multiplied in a tile of other rows: a few units in the seventh digit.
@@ -126,7 +126,7 @@ def same(found, given):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", full_but(["all_to_all", "all_gather"], "all_to_all"))
-def test_chunks_give_what_all_tokens_at_once_give(name):
+def test_expert_chunks_equal_one_chunk(name):
     given = weights(), tokens(), routing()
     same(compiled(name, "none", "plain", CHUNKS)(*given), given)
 
@@ -166,7 +166,7 @@ def test_a_capacity_holds_for_all_chunks_together():
 
 
 @pytest.mark.slow
-def test_what_a_chunk_has_no_room_for_is_counted():
+def test_chunk_overflow_is_counted():
     """Even routing of the whole, uneven of each chunk: every chunk wants all of one device."""
     mesh = mesh_of("dp2 / ep2")
     experts = np.where(np.arange(TOKENS)[:, None] % 24 < 12, [[0, 1, 2]], [[4, 5, 6]])
@@ -200,7 +200,7 @@ def is_backward(scope):
 @pytest.mark.parametrize(("name", "remat", "product"), STRUCTURE)
 def test_nothing_orders_two_chunks(name, remat, product):
     """Neither the collectives of one and the products of another nor their collectives wait for
-    each other, forward and backward; those of one chunk do."""
+    each other, forward and backward; within one chunk they do."""
     found = graph(name, remat, product, CHUNKS)
     collectives = [x for x in found.collectives() if chunk_of(x.scope) is not None]
     products = [(x, scope) for x, scope in found.products() if chunk_of(scope) is not None]
@@ -270,7 +270,7 @@ def test_the_gradient_of_the_weights_is_summed_over_devices_once():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("chunks", "expected"), [(1, "all_to_all"), (2, "all_gather")])
-def test_none_picks_what_moves_less_of_a_chunk(chunks, expected):
+def test_default_dispatch_moves_least_of_chunk(chunks, expected):
     """Of six tokens a capacity of 2 lets a third through to a peer with one expert; of three, two
     thirds."""
     program = jit(forward(mesh_of("dp8 / ep8"), capacity=2, expert_chunks=chunks))

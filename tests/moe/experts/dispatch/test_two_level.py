@@ -43,7 +43,7 @@ def on(mesh, capacity=None, **execution):
 
 def crossing_bytes(mesh, of_server, **options):
     """Bytes that the busiest device of a compiled program sends to others, in all-to-alls: to
-    those of its server, and to those of other servers."""
+    devices of its server, and to devices of other servers."""
     text = jit(on(mesh, **options)).lower(*drawn()).compile().as_text()
     sent = np.zeros((2, mesh.size(mesh.axes)))
     for one in hlo_collectives(text):

@@ -116,7 +116,7 @@ def test_equals_the_twin(name, peers, emulated, monkeypatch):
     # Who sends what to whom is no part of the program.
     program = jit(lambda *given: pulled(by_hand)(*given, routing))
     expected_gradients, expected = jax.device_get(program(*given[:3]))
-    # float32 sums in another order: where one decides how FP8 rounds, a number moves by a unit, so
+    # float32 sums in another order: one may decide how FP8 rounds and move a number by a unit, so
     # that a part of them may be a sixteenth of a term apart, and no more.
     close = partial(np.isclose, rtol=1e-5, atol=1e-5)
     pairs = [
