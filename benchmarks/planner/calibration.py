@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from moe.planner.cost import System
+from moe.planner.models import PRESETS
+from moe.planner.programs import METHODS, SYSTEMS
+from moe.planner.report import align_columns
+from moe.planner.search import Choices, Plan, best_plan
 from sharding.costs.hardware import HARDWARE
 from sharding.folding import Layout
-from sharding.planner.cost import System
-from sharding.planner.models import PRESETS
-from sharding.planner.programs import METHODS, SYSTEMS
-from sharding.planner.report import align_columns
-from sharding.planner.search import Choices, Plan, best_plan
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Row:
     """A measurement.
 
     Attributes:
-      system: whose program, one of `sharding.planner.programs.SYSTEMS`.
+      system: whose program, one of `moe.planner.programs.SYSTEMS`.
       model: one of `PRESETS`.
       layout: its mapping. Neither paper gives ``vpp``: the one that the planner finds best.
       rows: sequences of a step.
@@ -121,7 +121,7 @@ def predict(row: Row, system: System) -> Plan | float:
         row.rows,
         row.time,
         CLUSTERS[row.system],
-        replace(method, fsdp=row.fsdp),
+        replace(method, reshards=row.fsdp),
         replace(system, hides_shards=not row.fsdp),
         choices,
     )

@@ -6,7 +6,8 @@ import pytest
 
 import moe.counts
 from moe.config import GatedDeltaNet, ModelConfig, MultiHeadLatentAttention
-from moe.counts import sizes_of, training_flops
+from moe.counts import training_flops
+from moe.planner.models import sizes_of
 from moe.weights import num_active_parameters, num_parameters
 
 

@@ -18,9 +18,9 @@ from benchmarks.planner.calibration import (
     predicted_mfu,
 )
 from benchmarks.planner.predicted import system_of
-from sharding.planner.models import PRESETS
-from sharding.planner.programs import SYSTEMS, system_on
-from sharding.planner.search import MEMORY_FRACTION, Plan
+from moe.planner.models import PRESETS
+from moe.planner.programs import SYSTEMS, system_on
+from moe.planner.search import MEMORY_FRACTION, Plan
 
 
 def said(row):

@@ -35,8 +35,8 @@ from jrl.trainer.setup.setup import build_setup
 from jrl.trainer.state import abstract, init_adapters, init_state, init_weights, restore, save
 from moe import placement
 from moe.execution import Execution
+from moe.planner.memory import memory as planned_memory
 from moe.weights import Weight, shapes
-from sharding.planner.memory import memory as planned_memory
 
 TABLE = {
     "matrix": Weight("layer d_model head head_dim", "d_model"),

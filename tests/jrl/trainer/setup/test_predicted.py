@@ -17,9 +17,9 @@ from jrl.trainer.setup.planner import (
 )
 from jrl.trainer.setup.setup import build_setup
 from moe.attention.context_parallel import context_of
+from moe.planner.memory import memory as planned_memory
 from sharding.costs.hardware import HARDWARE, find_hardware
 from sharding.folding import Layout, fold
-from sharding.planner.memory import memory as planned_memory
 
 
 @pytest.fixture(scope="module")

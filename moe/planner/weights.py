@@ -4,9 +4,9 @@ import functools
 import math
 from dataclasses import dataclass, replace
 
+from moe.planner.method import Method, Storage
+from moe.planner.models import ModelSizes
 from sharding.folding import Layout
-from sharding.planner.method import Method, Storage
-from sharding.planner.models import ModelSizes
 
 
 @dataclass(frozen=True)

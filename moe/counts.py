@@ -1,10 +1,7 @@
-"""Counts of a network: FLOPs of training a token, and its sizes as the planner reads them."""
-
-from dataclasses import fields
+"""FLOPs of training a token."""
 
 from moe.architecture.attention import GatedDeltaNet, delta_layers
 from moe.config import ModelConfig
-from sharding.planner.models import LatentAttention, ModelSizes
 
 
 def training_flops(config: ModelConfig, time: int) -> float:
@@ -73,35 +70,3 @@ def _delta_multiplications(delta: GatedDeltaNet, d_model: int) -> int:
     values = delta.num_value_heads * delta.value_head_dim
     projected = d_model * (2 * keys + 3 * values + 2 * delta.num_value_heads)
     return projected + 3 * values * delta.key_head_dim
-
-
-def sizes_of(config: ModelConfig) -> ModelSizes:
-    """Sizes of a network; biases, norms of heads and after layers, sinks and gates are left out.
-
-    Raises:
-      ValueError: for Gated DeltaNet, which the planner does not describe.
-    """
-    if config.delta is not None:
-        layers = f"{len(config.delta.layers)} of {config.num_layers} layers"
-        raise ValueError(
-            f"the planner does not support Gated DeltaNet (delta), which {layers} have."
-        )
-    derived = {"tied", "query_key_norm", "latent", "window", "num_window_layers"}
-    same = {field.name for field in fields(ModelSizes)} - derived
-    if config.num_experts == 0:
-        same -= {"experts_per_token", "d_expert"}
-    latent = config.mla and LatentAttention(
-        config.mla.kv_lora_rank,
-        config.mla.q_lora_rank or 0,
-        config.mla.qk_rope_head_dim,
-        config.mla.v_head_dim,
-    )
-    has_window = config.sliding_window is not None
-    return ModelSizes(
-        **{name: getattr(config, name) for name in same},
-        tied=config.head != "untied",
-        query_key_norm=config.query_key_norm is not None,
-        latent=latent,
-        window=config.sliding_window or 0,
-        num_window_layers=has_window * (config.num_layers - len(config.full_attention_layers)),
-    )

@@ -5,20 +5,22 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sharding.costs.dispatch import balanced_rows
-from sharding.costs.transfer import group_strides
-from sharding.folding import Layout
-from sharding.planner.method import Batch, Method, for_weights
-from sharding.planner.models import ModelSizes
-from sharding.planner.volumes import (
+from moe.planner.method import Batch, Method, for_weights
+from moe.planner.models import ModelSizes
+from moe.planner.volumes import (
     kv_replication,
     relayed_tokens,
     slots_per_peer,
     tokens_per_expert,
 )
-from sharding.planner.weights import layers_on_device, weight_groups, weight_layout
+from moe.planner.weights import layers_on_device, weight_groups, weight_layout
+from sharding.costs.dispatch import balanced_rows
+from sharding.costs.transfer import group_strides
+from sharding.folding import Layout
 
 FLOAT32, BFLOAT16 = 4, 2
+ALL_SCORES = ("plain", "xla")
+"""Attention that has the scores of all queries and keys in memory at once."""
 BLOCK_QUERIES, MAX_SPANS = 128, 8
 """Queries of a block of attention, and stretches of them that are compiled apart, at most."""
 NUM_WORKING_SCORES = 3
@@ -55,23 +57,18 @@ class Memory:
         return self.weights + self.optimizer + self.gradients + self.activations + self.buffers
 
 
-def memory(
-    model: ModelSizes, layout: Layout, batch: Batch, method: Method, vocab_chunk: int | None = 8192
-) -> Memory:
+def memory(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> Memory:
     """Memory of one device.
 
-    Attention scores count if `Method.attention` materialises them in memory: kernels of
+    Attention scores count if `Execution.attention` materialises them in memory: kernels of
     accelerators hold them on the chip.
-
-    Args:
-      vocab_chunk: vocabulary columns whose logits are computed at a time; None is all of a device.
     """
     tokens, num_micro_batches = batch.local_tokens(layout), batch.num_micro_batches(layout)
     resident = model_states(
         model, weight_layout(model, layout), for_weights(method), num_micro_batches > 1
     )
     vocab_width = -(-model.vocab_size // layout.tp)
-    vocab_width = vocab_width if vocab_chunk is None else min(vocab_width, vocab_chunk)
+    vocab_width = min(vocab_width, method.execution.vocab_chunk or vocab_width)
     logits = 2 * FLOAT32 * tokens * layout.tp * vocab_width
     layers = layer_memory(model, layout, batch, method)
     return Memory(
@@ -102,18 +99,17 @@ def layer_memory(model: ModelSizes, layout: Layout, batch: Batch, method: Method
     tokens, num_micro_batches = batch.local_tokens(layout), batch.num_micro_batches(layout)
     depth = layers_on_device(model, layout)
     # A layer's values, and as many gradients.
+    remat = method.execution.remat
     values = activation_bytes(model, layout, tokens, method, "none")
-    saved_bytes = values
-    if method.remat != "none":
-        saved_bytes = activation_bytes(model, layout, tokens, method, method.remat)
+    saved_bytes = activation_bytes(model, layout, tokens, method, remat)
     working_bytes, scores = 2 * values, working_score_bytes(model, layout, batch, method)
     # Where a chunk is a single layer, without a loop over layers, XLA's CPU programs need less: as
     # if scores took the place of gradients. Fitted to them, not derived.
     working_bytes += scores if depth > layout.vpp else max(scores - values, 0)
-    if method.repeats(method.remat):
+    if method.repeats(remat):
         # The backward pass uses its residuals directly, without copies of them.
         working_bytes -= saved_bytes
-    if method.remat == "full" and method.resends:
+    if remat == "full" and method.resends:
         # Its input and the results of collectives are not recomputed; the tokens received by the
         # experts, which are permuted into rows, are not among its values.
         working_bytes -= saved_bytes
@@ -122,10 +118,10 @@ def layer_memory(model: ModelSizes, layout: Layout, batch: Batch, method: Method
         working_bytes += depth // layout.vpp * saved_bytes
     working_bytes += partial_gradient_bytes(model, layout, batch, method)
     working_bytes += relayed_bytes(model, layout, tokens, method)
-    saved_per_layer = saved_bytes + saved_score_bytes(model, layout, batch, method)
+    saved_per_layer = saved_bytes + saved_score_bytes(model, layout, batch, method, remat)
     activations = layers_in_flight(model, layout, num_micro_batches) * saved_per_layer
     # In a pipeline residuals that depend on weights only are recomputed.
-    if method.duplicates_experts and method.remat == "none" and layout.pp == 1:
+    if method.duplicates_experts and remat == "none" and layout.pp == 1:
         expert_parameters = model.expert_parameters / (layout.ep * layout.etp)
         activations += model.num_expert_layers * expert_parameters * method.stored.weight
     return LayerMemory(activations, working_bytes)
@@ -184,12 +180,12 @@ def partial_gradient_bytes(
 ) -> float:
     """Bytes of a layer's additional partial gradients, until they are added up: one of all weights
     for each half of the rows, and one of the experts for each chunk of these."""
-    num_streams, total = len(method.streams(batch)), 0.0
-    if num_streams == method.expert_chunks == 1:
+    num_streams, chunks, total = len(method.streams(batch)), method.execution.expert_chunks, 0.0
+    if num_streams == chunks == 1:
         return total
     for group in weight_groups(model, layout):
         if group.in_layers:
-            num_partial = num_streams * (method.expert_chunks if group.what == "experts" else 1)
+            num_partial = num_streams * (chunks if group.what == "experts" else 1)
             bytes_each = group.stored(method).weight
             total += (num_partial - 1) * group.parameters / group.depth * bytes_each
     return total
@@ -311,7 +307,7 @@ def activation_bytes(
 def dispatched_bytes(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> float:
     """Bytes of tokens that the experts of a device receive, with expert ids and gate weights."""
     bytes_per_token = model.d_model * method.itemsize
-    if method.activation_wire is not None:
+    if method.execution.activation_wire is not None:
         bytes_per_token = model.d_model + FLOAT32
     bytes_per_token += 2 * model.experts_per_token * FLOAT32
     return float(received_tokens(model, layout, tokens, method) * bytes_per_token)
@@ -354,8 +350,9 @@ def selective_activation_bytes(
 
 def expert_rows(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
     """Rows of the expert buffers of a device: those of even routing, a multiple of them with
-    `Method.buffer_factor`, or the worst case."""
-    if method.even and method.buffer_factor is None:
+    `Execution.buffer_factor`, or the worst case."""
+    factor = method.execution.buffer_factor
+    if method.even and factor is None:
         return tokens * model.experts_per_token * layout.etp
     local = model.num_experts // layout.ep
     most = tokens * min(model.experts_per_token, local)
@@ -363,9 +360,9 @@ def expert_rows(model: ModelSizes, layout: Layout, tokens: int, method: Method) 
         most = min(most, tokens_per_expert(model, tokens) * local)
     most *= layout.ep * layout.etp
     # Without other devices there are no buffers to bound.
-    if method.buffer_factor is None or layout.ep * layout.etp == 1:
+    if factor is None or layout.ep * layout.etp == 1:
         return most
-    return min(most, balanced_rows(method.buffer_factor, tokens, model.experts_per_token, layout))
+    return min(most, balanced_rows(factor, tokens, model.experts_per_token, layout))
 
 
 def received_tokens(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
@@ -375,14 +372,16 @@ def received_tokens(model: ModelSizes, layout: Layout, tokens: int, method: Meth
         return 0
     if method.dispatch == "all_gather":
         return num_sharing * tokens
-    if method.even and method.buffer_factor is None:
+    if method.even and method.execution.buffer_factor is None:
         return tokens * model.experts_per_token * layout.etp
     return num_sharing * slots_per_peer(model, layout, tokens, method)
 
 
-def saved_score_bytes(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> float:
+def saved_score_bytes(
+    model: ModelSizes, layout: Layout, batch: Batch, method: Method, remat: str
+) -> float:
     """Bytes of attention scores that a layer keeps for its backward pass."""
-    if method.attention != "plain" or method.remat != "none":
+    if method.execution.attention not in ALL_SCORES or remat != "none":
         return 0.0
     return NUM_SAVED_SCORES * _all_score_bytes(model, layout, batch, method)
 
@@ -393,9 +392,9 @@ def working_score_bytes(model: ModelSizes, layout: Layout, batch: Batch, method:
     "plain" attention materialises those of all queries and keys of a micro-batch, "blocked" those
     of a row's blocks of queries, each with keys up to its own end (`moe.attention.blocked`).
     """
-    if method.attention == "plain":
+    if method.execution.attention in ALL_SCORES:
         return NUM_WORKING_SCORES * _all_score_bytes(model, layout, batch, method)
-    if method.attention is None:
+    if method.execution.attention != "blocked":
         return 0.0
     row_bytes = FLOAT32 * model.num_heads / layout.tp * batch.time**2 / layout.cp
     blocks = -(-batch.time // BLOCK_QUERIES)

@@ -1,4 +1,4 @@
-"""`sharding.planner.volumes` equals what the network sends, byte for byte.
+"""`moe.planner.volumes` equals what the network sends, byte for byte.
 
 The difference between programs with one layer more and without it is that layer's. Programs are
 traced for devices that need not exist.
@@ -26,14 +26,14 @@ from traced_volumes import (
 )
 
 from moe import model
-from moe.counts import sizes_of
 from moe.execution import Execution
 from moe.placement import specs
+from moe.planner import volumes
+from moe.planner.method import Batch, Method
+from moe.planner.models import sizes_of
+from moe.planner.volumes import repeat_transfers
 from sharding.folding import Layout
 from sharding.folding.groups import axis_groups
-from sharding.planner import volumes
-from sharding.planner.method import Batch, Method
-from sharding.planner.volumes import repeat_transfers
 
 ALL = "pp2 dp2 cp2 tp2 / ep4 etp2"
 INTERLEAVED = "pp2 vpp2 dp2 cp2 tp2 / ep8"

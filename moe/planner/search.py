@@ -14,11 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from sharding.costs.hardware import Hardware
-from sharding.folding import Layout
-from sharding.folding.layout import divisors
-from sharding.planner import communication
-from sharding.planner.cost import (
+from moe.planner import communication
+from moe.planner.cost import (
     Cost,
     System,
     cost,
@@ -26,16 +23,19 @@ from sharding.planner.cost import (
     times_through_memory,
     value_bytes,
 )
-from sharding.planner.memory import (
+from moe.planner.memory import (
     Memory,
     activation_bytes,
     memory,
     saved_score_bytes,
     working_score_bytes,
 )
-from sharding.planner.method import Batch, Method, with_fields
-from sharding.planner.models import ModelSizes
-from sharding.planner.weights import parameters_on_device, sharded_parameters
+from moe.planner.method import Batch, Method, with_fields
+from moe.planner.models import ModelSizes
+from moe.planner.weights import parameters_on_device, sharded_parameters
+from sharding.costs.hardware import Hardware
+from sharding.folding import Layout
+from sharding.folding.layout import divisors
 
 Fields = dict[str, str | None]
 """Fields of a `Method`."""
@@ -151,7 +151,7 @@ def _context_costs(case: Case, batch: Batch) -> Costs:
         for rows in method.streams(batch)
     ]
     scores = (
-        saved_score_bytes(model, layout, batch, with_fields(method, remat="none")),
+        saved_score_bytes(model, layout, batch, method, "none"),
         working_score_bytes(model, layout, batch, method),
     )
     return _costs(case, batch.local_tokens(layout), sent, scores)
@@ -349,6 +349,8 @@ def best_plan(
         """
         nonlocal needs, best
         for remat in choices.remat:
+            if variant.execution.fsdp and remat == "none":
+                continue  # `Execution` refuses it.
             candidate = with_fields(variant, remat=remat)
             # Rematerialisations that keep less take longer.
             is_first = remat == choices.remat[0]
@@ -406,15 +408,19 @@ def method_variants(
     """The method with each allowed storage, communication dtype of gradients, and overlap."""
     # Chunks of tokens are of no use without expert parallelism.
     chunks = choices.expert_chunks if layout.ep * layout.etp > 1 else (1,)
-    halved, reduced = method.two_batch_overlap, method.overlap_grad_reduce
     may_halve = batch.micro_rows > 1 and model.capacity_factor is None
     may_reduce = layout.pp == 1 and layout.num_devices > 1
+    execution = method.execution
     fields = {
         "storage": choices.storage,
         "gradient_wire": choices.gradient_wire,
         "expert_chunks": chunks,
-        "two_batch_overlap": switch_values(halved, choices.two_batch_overlap and may_halve),
-        "overlap_grad_reduce": switch_values(reduced, choices.overlap_grad_reduce and may_reduce),
+        "two_batch_overlap": switch_values(
+            execution.two_batch_overlap, choices.two_batch_overlap and may_halve
+        ),
+        "overlap_grad_reduce": switch_values(
+            execution.overlap_grad_reduce, choices.overlap_grad_reduce and may_reduce
+        ),
     }
     for values in itertools.product(*fields.values()):
         yield with_fields(method, **dict(zip(fields, values, strict=True)))

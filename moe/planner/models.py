@@ -1,6 +1,11 @@
-"""Models as the planner sees them: their sizes, and those of published ones."""
+"""Sizes of models as the planner reads them: of published ones, networks and checkpoints."""
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+
+from moe.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -251,3 +256,59 @@ PRESETS = {
 al., "MegaScale-MoE", 2025, table 1 (https://arxiv.org/abs/2505.11432); the config.json of Qwen3,
 DeepSeek-V3, Kimi-K2, Llama and gpt-oss, without layers that predict further tokens; Zhu et al.,
 "MegaScale-Infer", 2025, for DBRX and Scaled-MoE (https://arxiv.org/abs/2504.02263)."""
+
+
+def sizes_of(config: ModelConfig) -> ModelSizes:
+    """Sizes of a network; biases, norms of heads and after layers, sinks and gates are left out.
+
+    Raises:
+      ValueError: for Gated DeltaNet, which the planner does not describe.
+    """
+    if config.delta is not None:
+        layers = f"{len(config.delta.layers)} of {config.num_layers} layers"
+        raise ValueError(
+            f"the planner does not support Gated DeltaNet (delta), which {layers} have."
+        )
+    derived = {"tied", "query_key_norm", "latent", "window", "num_window_layers"}
+    same = {field.name for field in fields(ModelSizes)} - derived
+    if config.num_experts == 0:
+        same -= {"experts_per_token", "d_expert"}
+    latent = config.mla and LatentAttention(
+        config.mla.kv_lora_rank,
+        config.mla.q_lora_rank or 0,
+        config.mla.qk_rope_head_dim,
+        config.mla.v_head_dim,
+    )
+    has_window = config.sliding_window is not None
+    return ModelSizes(
+        **{name: getattr(config, name) for name in same},
+        tied=config.head != "untied",
+        query_key_norm=config.query_key_norm is not None,
+        latent=latent,
+        window=config.sliding_window or 0,
+        num_window_layers=has_window * (config.num_layers - len(config.full_attention_layers)),
+    )
+
+
+def sizes_from(path: str | Path, ignore: Collection[str] = ()) -> ModelSizes:
+    """The sizes that a checkpoint's config.json states, of every family that `moe` reads.
+
+    Args:
+      path: the checkpoint's directory, or its config.json.
+      ignore: options that are passed over although they are not known.
+
+    Raises:
+      ValueError: if the file is not of a supported network, or the planner does not describe it.
+    """
+    if find_spec("safetensors") is None:
+        raise ValueError(
+            f'{path} needs safetensors, which is not installed: run pip install -e ".[hf]".'
+        )
+    # The reader needs safetensors, an extra.
+    from moe.huggingface import config_from
+
+    try:
+        return sizes_of(config_from(path, ignore=ignore))
+    except ValueError as error:
+        line = " ".join(str(error).split())
+        raise ValueError(line if str(path) in line else f"{path}: {line}") from error

@@ -14,10 +14,9 @@ from benchmarks.planner.serving.__main__ import main as serve
 from moe.config import ModelConfig
 from moe.counts import training_flops
 from moe.huggingface.configuration import config_from, options_from
-from moe.planner import sizes_from
 from moe.planner.__main__ import main
+from moe.planner.models import ModelSizes, sizes_from
 from moe.weights import axis_sizes, table
-from sharding.planner.models import ModelSizes
 
 BASE = ModelConfig(
     vocab_size=23,
@@ -33,7 +32,9 @@ BASE = ModelConfig(
 )
 
 
-PUBLISHED = json.loads((Path(__file__).parent / "huggingface/published_configs.json").read_text())
+PUBLISHED = json.loads(
+    (Path(__file__).parents[1] / "huggingface/published_configs.json").read_text()
+)
 
 
 def written(folder, options):

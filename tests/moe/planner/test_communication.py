@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from moe.execution import Execution
+from moe.planner import communication, volumes
+from moe.planner.method import Batch, Method, for_tokens
+from moe.planner.models import ModelSizes
+from moe.planner.search import layouts
 from sharding.costs.hardware import HARDWARE
 from sharding.folding import Layout
-from sharding.planner import communication, volumes
-from sharding.planner.method import Batch, Method, for_tokens
-from sharding.planner.models import ModelSizes
-from sharding.planner.search import layouts
 
 MODEL = ModelSizes(
     num_layers=12,
@@ -23,7 +24,9 @@ MODEL = ModelSizes(
     d_expert=48,
     d_ff=48,
 )
-IN_PARTS = Method(context="ulysses", remat="selective", two_batch_overlap=True, expert_chunks=2)
+IN_PARTS = Method(
+    Execution(context="ulysses", remat="selective", two_batch_overlap=True, expert_chunks=2)
+)
 
 
 @pytest.mark.slow
@@ -32,9 +35,11 @@ IN_PARTS = Method(context="ulysses", remat="selective", two_batch_overlap=True, 
     "method",
     [
         Method(),
-        Method(dispatch="all_to_all", context="ring", remat="selective", storage="mixed"),
+        Method(
+            Execution(dispatch="all_to_all", context="ring", remat="selective"), storage="mixed"
+        ),
         pytest.param(
-            replace(IN_PARTS, dispatch="ragged", even=True, activation_wire="float8_e4m3fn"),
+            with_fields(IN_PARTS, dispatch="ragged", even=True, activation_wire="float8_e4m3fn"),
             marks=pytest.mark.slow,
         ),
     ],
@@ -69,7 +74,7 @@ def test_groups_that_lie_as_they_do_alone_are_asked_for_once():
 def test_what_layers_send_depends_on_no_storage():
     layout, batch = Layout.parse("tp2 cp2 dp4 / ep4 etp2"), Batch(8, 64, micro_rows=2)
     given = replace(IN_PARTS, storage="mixed", gradient_wire="bfloat16", mu_dtype="bfloat16")
-    given = replace(given, overlap_grad_reduce=True)
+    given = with_fields(given, overlap_grad_reduce=True)
     assert for_tokens(given) == IN_PARTS
     sent = [volumes.layer(MODEL, layout, batch, method) for method in (given, IN_PARTS)]
     assert sent[0] == sent[1]

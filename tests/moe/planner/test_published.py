@@ -6,9 +6,9 @@ import pytest
 
 from moe.config import ModelConfig
 from moe.counts import training_flops
+from moe.planner.models import PRESETS, ModelSizes
 from moe.weights import num_parameters
 from sharding.costs.hardware import HARDWARE, parse
-from sharding.planner.models import PRESETS, ModelSizes
 from tests.oracles import parallelism
 
 MIB = 2**20

@@ -5,22 +5,22 @@
 
 from dataclasses import replace
 
+from moe.execution import Execution
+from moe.planner.cost import System
+from moe.planner.method import Method, with_fields
 from sharding.costs.hardware import Hardware
-from sharding.planner.cost import System
-from sharding.planner.method import Method
 
 _MEGATRON_CORE = Method(
-    dispatch="ragged",
+    Execution(dispatch="ragged", overlap_grad_reduce=True),
     storage="mixed",
     even=True,
     resends=False,
     in_place=True,
     fused_activation=True,
-    overlap_grad_reduce=True,
 )
 METHODS = {
     "Megatron-Core": _MEGATRON_CORE,
-    "MegaScale-MoE": replace(
+    "MegaScale-MoE": with_fields(
         _MEGATRON_CORE, context="ulysses", storage="mixed-bfloat16-wire", resends=True
     ),
 }

@@ -1,4 +1,4 @@
-"""Sums of gradients and gathers of weights send what `sharding.planner.volumes` states."""
+"""Sums of gradients and gathers of weights send what `moe.planner.volumes` states."""
 
 from collections import Counter
 from dataclasses import replace
@@ -14,16 +14,16 @@ from whole_network import token_loss
 from jrl.trainer.learner.accumulation import accumulate_with_overlapped_reduction
 from jrl.trainer.learner.learner import cast_and_gather
 from moe import model
-from moe.counts import sizes_of
 from moe.execution import Execution
 from moe.placement import shard_dims, shard_specs, specs, stored_specs
+from moe.planner import volumes
+from moe.planner.method import Batch, Method, with_fields
+from moe.planner.models import sizes_of
 from moe.tokens.packing import pack_rows
 from moe.weights import cast_shapes, shapes
 from sharding import zero
 from sharding.collectives import all_sum, vary
 from sharding.folding import Layout, fold_abstract
-from sharding.planner import volumes
-from sharding.planner.method import Batch, Method
 from sharding.zero import Reduction
 
 
@@ -128,8 +128,8 @@ def test_a_step_with_gradients_on_their_way_sends_what_is_stated(layout, wire, e
     shape = batch.rows, batch.time
     piece = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.bool_)
     found = given_to_collectives(jax.make_jaxpr(step)(shapes(config), piece), mesh)
-    method = replace(method_of(config), overlap_grad_reduce=True, gradient_wire=wire)
-    transfers = volumes.step(sizes_of(config), sizes, batch, replace(method, fsdp=is_sharded))
+    method = with_fields(method_of(config), overlap_grad_reduce=True, gradient_wire=wire)
+    transfers = volumes.step(sizes_of(config), sizes, batch, replace(method, reshards=is_sharded))
     expected = [
         one
         for one in transfers
@@ -167,5 +167,5 @@ def test_layers_are_joined_from_shards_as_stated(storage):
         local, mesh=mesh.mesh, in_specs=(stored,), out_specs=PartitionSpec(mesh.axes)
     )
     found = given_to_collectives(jax.make_jaxpr(joined)(cast_shapes(config).layers), mesh)
-    method = Method(fsdp=True, storage=storage)
+    method = Method(reshards=True, storage=storage)
     assert found == stated(volumes.unsharding(sizes_of(config), sizes, method), sizes)
