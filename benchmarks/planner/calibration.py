@@ -10,9 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from moe.planner.cost import System
+from moe.planner.cost import METHODS, SYSTEMS, System
 from moe.planner.models import PRESETS
-from moe.planner.programs import METHODS, SYSTEMS
 from moe.planner.report import align_columns
 from moe.planner.search import Choices, Plan, best_plan
 from sharding.costs.hardware import HARDWARE
@@ -24,7 +23,7 @@ class Row:
     """A measurement.
 
     Attributes:
-      system: whose program, one of `moe.planner.programs.SYSTEMS`.
+      system: whose program, one of `moe.planner.cost.SYSTEMS`.
       model: one of `PRESETS`.
       layout: its mapping. Neither paper gives ``vpp``: the one that the planner finds best.
       rows: sequences of a step.

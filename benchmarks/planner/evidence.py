@@ -26,7 +26,7 @@ class Evidence:
     """A published measurement.
 
     Attributes:
-      system: whose program, one of `moe.planner.programs.SYSTEMS`.
+      system: whose program, one of `moe.planner.cost.SYSTEMS`.
       model: one of `PRESETS`.
       hardware: one of `DEVICES`.
       layout: its mapping; ``vpp`` is chosen by the planner where `micro_rows` is None.

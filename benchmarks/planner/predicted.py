@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 
 from benchmarks.planner.calibration import bisect, fit
 from benchmarks.planner.evidence import DEVICES, EVIDENCE, Evidence
-from moe.planner.cost import Cost, System, cost
+from moe.planner.cost import BLACKWELL, METHODS, Cost, System, cost
 from moe.planner.memory import memory
 from moe.planner.method import Batch, Method, with_fields
 from moe.planner.models import PRESETS
-from moe.planner.programs import BLACKWELL, METHODS
 from moe.planner.search import Choices, Plan, best_plan
 from sharding.folding import Layout
 

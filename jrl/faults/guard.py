@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jrl.faults.collect.fleet import Alarm, Detector, Fleet
-from jrl.faults.collect.sampler import Exporter, Sampler
-from jrl.faults.collect.sources import available_sources
+from jrl.faults.collect.sampler import Exporter, Sampler, available_sources
 from jrl.faults.watcher import Hook, Watcher
 
 DETECTION_INTERVAL = 30.0

@@ -10,6 +10,10 @@ A machine's fault differs from a pause. Other machines that wait for it lose a p
 some metrics: they spin in collectives and are reported as busy. In a pause most metrics of most
 machines fall together. So windows of other work remain: machines are compared in them by ratios,
 which change little with the work (`Work`).
+
+Within a training step machines compute and communicate. Windows that are shorter than a step
+alternate between the two, and a machine deviates in some of them only. So windows are as long as a
+step, whose length shows in the rhythm of the GPUs' activity (`step_seconds`).
 """
 
 from dataclasses import dataclass
@@ -259,3 +263,61 @@ def _most_frequent(
     same = same_work(typical, SAME_WORK)
     other = np.concatenate([[False], mask & ~same, [False]])
     return same & ~other[2:] & ~other[:-2]
+
+
+MAX_RHYTHM = 16
+"""Maximum number of machines whose rhythm is averaged."""
+ALTERNATES = 0.08
+"""Least relative standard deviation, over the metrics of activity, by which windows alternate."""
+CLEAR = 0.25
+"""Least height of a peak of the autocorrelation above the least value before it."""
+NEARLY = 0.8
+"""Of peaks that are nearly as high the shortest is the step; the others are its multiples."""
+
+
+def step_seconds(fleet: Fleet, longest: float | int, window: float | int) -> float:
+    """Seconds of a training step of at most `longest`; 0 if means over `window` hardly alternate.
+
+    If the step changes, as by a fault for which all wait, it is the longer of two: each half of the
+    record has its own.
+    """
+    rows = np.random.default_rng(0).permutation(len(fleet.machines))[:MAX_RHYTHM]
+    columns = [fleet.metrics.index(name) for name in activity_metrics(fleet)]
+    most = int(longest / fleet.period)
+    if not columns or most < 2:
+        return 0.0
+    half = fleet.num_samples // 2
+    values = fleet.values[rows][:, columns].reshape(-1, fleet.num_samples)
+    values = moving_mean(values, max(1, round(window / fleet.period)))
+    lags = [_period(part, most) for part in (values[:, :half], values[:, half:])]
+    return max(lags) * fleet.period
+
+
+def _period(values: Float[np.ndarray, "row time"], most: int) -> int:
+    """Lag, in samples, of the first high peak of the mean autocorrelation; 0 without one."""
+    size = values.shape[1]
+    if size < 3 * most:
+        return 0
+    middle = nan_median(values, 1)[:, None]
+    rest = np.nan_to_num((values - middle) / np.maximum(np.abs(middle), 1e-9))
+    # A pause is far from all else, once: it is limited to what a step does.
+    limit = np.quantile(np.abs(rest), 0.8, axis=1, keepdims=True)
+    rest = np.clip(rest, -limit, limit)
+    rest -= rest.mean(axis=1, keepdims=True)
+    power = np.abs(np.fft.rfft(rest, 2 * size, axis=1)) ** 2
+    correlation = np.fft.irfft(power.sum(axis=0))[: most + 2]
+    if not correlation[0] > 0:
+        return 0
+    variance = correlation[0] / values.size
+    correlation = correlation / correlation[0] * size / (size - np.arange(most + 2))
+    before = np.minimum.accumulate(correlation)
+    lags = np.arange(2, most + 1)
+    peak = (correlation[lags] >= correlation[lags - 1]) & (
+        correlation[lags] > correlation[lags + 1]
+    )
+    peak &= correlation[lags] * variance > ALTERNATES**2
+    clear = peak & (correlation[lags] - before[lags] > CLEAR)
+    if not clear.any():
+        return 0
+    high = clear & (correlation[lags] >= NEARLY * correlation[lags[clear]].max())
+    return int(lags[high.argmax()])

@@ -14,8 +14,7 @@ from jaxtyping import Float, Float64, Int
 from jrl.faults.collect.fleet import NO_MACHINE, Alarm, Fleet, Report, Trace
 from jrl.faults.collect.vocabulary import PRIORITY, find_recorded, groups_of, search_order
 from jrl.faults.outlier import MAD_TO_STD, nan_median, sorted_median
-from jrl.faults.pauses import SAME_WORK, Grid, Work
-from jrl.faults.rhythm import step_seconds
+from jrl.faults.pauses import SAME_WORK, Grid, Work, step_seconds
 
 LONGEST_PERIOD = 60.0
 """Maximum seconds between two samples, as four minutes have too few samples beyond it."""
@@ -72,7 +71,7 @@ class ShiftDetector:
     one cause moves together, those of a GPU's activity, count as one more metric, their mean: what
     is small in each of them is large in all.
 
-    If training steps are longer than windows, these cover a whole step (`jrl.faults.rhythm`).
+    If training steps are longer than windows, these cover a whole step (`jrl.faults.pauses`).
 
     A metric whose level over the fleet changes by `SAME_WORK` is compared in logarithms: machines
     that differ for good keep their ratios when the work changes. Its spread is at least so large

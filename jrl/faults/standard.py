@@ -7,11 +7,13 @@ from itertools import islice
 
 import numpy as np
 
-from jrl.faults.collect.error_codes import CAUSES, ErrorCode, error_code
 from jrl.faults.collect.fleet import Alarm, Fleet, Report
 from jrl.faults.collect.vocabulary import (
+    CAUSES,
     SLOWDOWN,
     STEP_TIME,
+    ErrorCode,
+    error_code,
     gpu_of,
     is_code,
     is_error_rate,

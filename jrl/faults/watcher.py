@@ -14,10 +14,9 @@ from typing import Literal
 import numpy as np
 
 from jrl.faults.collect.align import Aligned, Process, align
-from jrl.faults.collect.error_codes import Cause
 from jrl.faults.collect.fleet import Alarm, Detector, Fleet, Report
 from jrl.faults.collect.record import Follower
-from jrl.faults.collect.vocabulary import PRIORITY
+from jrl.faults.collect.vocabulary import PRIORITY, Cause
 from jrl.faults.outlier import OutlierDetector
 from jrl.faults.remote.exporters import (
     Sorted,

@@ -17,7 +17,7 @@ from typing import IO
 
 from jrl.faults.drain import Drain, read_drains
 from jrl.launch.program import MODULE, Program
-from jrl.processes.supervisor import DRAINED
+from jrl.processes.stopping import DRAINED
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
 """Without passwords, and with an end when a host does not answer for a minute."""

@@ -8,15 +8,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moe.execution import Execution
-from moe.planner.cost import System
+from moe.planner.cost import DISPATCHES, METHODS, System, library_system, system_on
 from moe.planner.method import Method
 from moe.planner.models import PRESETS, ModelSizes, sizes_from
-from moe.planner.programs import DISPATCHES, METHODS, library_system, system_on
 from moe.planner.report import draw, report
 from moe.planner.search import Choices, SearchResult, search
 from sharding.compression import ACTIVATION_DTYPES
-from sharding.costs.dispatch import GPU_BUFFER_FACTOR
 from sharding.costs.hardware import HARDWARE, TPUS, Hardware, parse
+from sharding.costs.transfer import GPU_BUFFER_FACTOR
 
 PARSER = argparse.ArgumentParser(
     prog="python -m moe.planner",

@@ -11,8 +11,7 @@ from itertools import chain
 
 from moe.planner import volumes
 from moe.planner.method import Batch, Method, for_tokens
-from moe.planner.models import ModelSizes
-from moe.planner.weights import layers_on_deepest_stage, single_chunk, weight_groups
+from moe.planner.models import ModelSizes, layers_on_deepest_stage, single_chunk, weight_groups
 from sharding.costs.hardware import Hardware
 from sharding.costs.transfer import Transfer, group_strides
 from sharding.folding import Layout

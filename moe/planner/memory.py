@@ -6,16 +6,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moe.planner.method import Batch, Method, for_weights
-from moe.planner.models import ModelSizes
+from moe.planner.models import ModelSizes, layers_on_device, weight_groups, weight_layout
 from moe.planner.volumes import (
     kv_replication,
     relayed_tokens,
     slots_per_peer,
     tokens_per_expert,
 )
-from moe.planner.weights import layers_on_device, weight_groups, weight_layout
-from sharding.costs.dispatch import balanced_rows
-from sharding.costs.transfer import group_strides
+from sharding.costs.transfer import balanced_rows, group_strides
 from sharding.folding import Layout
 
 FLOAT32, BFLOAT16 = 4, 2

@@ -116,7 +116,7 @@ class Method:
         the chip (`moe.planner.memory.working_score_bytes`). Implementations of other parts do not
         matter.
       deepep_block: dispatches tokens as DeepEP does in other systems
-        (`sharding.costs.dispatch.TokenDispatch`), to this many neighbouring experts together; 1 if
+        (`sharding.costs.transfer.TokenDispatch`), to this many neighbouring experts together; 1 if
         all sets of experts are equally likely. None dispatches as `execution` says.
       reshards: shards weights as `Execution.fsdp` does, under any rematerialisation: PyTorch's
         FSDP2 gathers them again in the backward pass.

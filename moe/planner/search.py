@@ -31,8 +31,7 @@ from moe.planner.memory import (
     working_score_bytes,
 )
 from moe.planner.method import Batch, Method, with_fields
-from moe.planner.models import ModelSizes
-from moe.planner.weights import parameters_on_device, sharded_parameters
+from moe.planner.models import ModelSizes, parameters_on_device, sharded_parameters
 from sharding.costs.hardware import Hardware
 from sharding.folding import Layout
 from sharding.folding.layout import divisors

@@ -12,10 +12,14 @@ from functools import partial
 from itertools import chain
 
 from moe.planner.method import Batch, Method
-from moe.planner.models import ModelSizes
-from moe.planner.weights import WeightGroup, layers_on_device, shards_vocabulary, weight_groups
-from sharding.costs.dispatch import FLOAT32, INT32, TokenDispatch, balanced_rows
-from sharding.costs.transfer import Transfer
+from moe.planner.models import (
+    ModelSizes,
+    WeightGroup,
+    layers_on_device,
+    shards_vocabulary,
+    weight_groups,
+)
+from sharding.costs.transfer import FLOAT32, INT32, TokenDispatch, Transfer, balanced_rows
 from sharding.folding import Layout
 from sharding.folding.layout import prime_factors
 from sharding.schedule import Schedule

@@ -24,7 +24,7 @@ from jrl.command_line import parse_flags
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.collect.vocabulary import meaning
 from jrl.faults.minder import vae
-from jrl.faults.minder.prepare import prepare
+from jrl.faults.minder.embedding import prepare
 
 
 @dataclass(frozen=True)

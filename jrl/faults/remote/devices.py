@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from jaxtyping import Float64
 
-from jrl.faults.collect.error_codes import most_severe
+from jrl.faults.collect.vocabulary import most_severe
 from jrl.faults.remote.series import Series
 
 LEVEL, COUNTER, TOTAL, CODE = "level", "counter", "total", "code"

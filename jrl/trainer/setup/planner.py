@@ -16,9 +16,8 @@ from jrl.trainer.setup.setup import Setup
 from moe.architecture.feed_forward import can_drop
 from moe.config import ModelConfig
 from moe.placement import specs
-from moe.planner.cost import Cost, cost
+from moe.planner.cost import Cost, cost, library_system
 from moe.planner.models import sizes_of
-from moe.planner.programs import library_system
 from moe.planner.search import MEMORY_FRACTION, broken_rule, chunks_of_a_stage, layouts
 from sharding.costs.hardware import HARDWARE, Hardware, find_hardware
 from sharding.folding import Layout, fold

@@ -1,6 +1,6 @@
 """Cost model of token dispatchers: predicted time of their collectives, and the cheapest one.
 
-Bytes are those of `sharding.costs.dispatch`, links those of `sharding.costs.hardware`. Sent bytes
+Bytes are those of `sharding.costs.transfer`, links those of `sharding.costs.hardware`. Sent bytes
 are counted: for "ragged" those of balanced routing, for the others those of their full
 buffers. The time is for many tokens, for which latencies are negligible, so that the result depends
 on the network, its mesh and its devices and not on a batch: training, scoring and sampling choose
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from sharding.costs.dispatch import TokenDispatch
 from sharding.costs.hardware import HARDWARE, UNKNOWN, Hardware, find_hardware
+from sharding.costs.transfer import TokenDispatch
 from sharding.folding import FoldedMesh, Layout
 
 MANY_TOKENS = 2**20

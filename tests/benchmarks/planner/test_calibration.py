@@ -18,8 +18,8 @@ from benchmarks.planner.calibration import (
     predicted_mfu,
 )
 from benchmarks.planner.predicted import system_of
+from moe.planner.cost import SYSTEMS, system_on
 from moe.planner.models import PRESETS
-from moe.planner.programs import SYSTEMS, system_on
 from moe.planner.search import MEMORY_FRACTION, Plan
 
 

@@ -7,9 +7,9 @@ import pytest
 from command_runs import FLAGS, metrics
 
 from jrl import train
-from jrl.launch import ray_worker
-from jrl.launch.ray_worker import RaySupervisor
-from jrl.processes.supervisor import Supervisor
+from jrl.launch import ray_cluster as ray_worker
+from jrl.launch.ray_cluster import RaySupervisor
+from jrl.processes.stopping import Supervisor
 from jrl.runs.checkpoints import Checkpoints
 
 

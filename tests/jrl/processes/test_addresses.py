@@ -2,7 +2,7 @@
 
 import pytest
 
-from jrl.processes.addresses import unreachable
+from jrl.processes.coordinator import unreachable
 
 
 def process(name, local, announced, target="10.0.0.1"):

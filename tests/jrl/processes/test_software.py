@@ -9,9 +9,13 @@ import sys
 import pytest
 from places import ROOT
 
-from jrl.processes import software
-from jrl.processes.agreement import MAX_DIFFERENCES
-from jrl.processes.software import check_same_software, installed_versions, source_hashes
+from jrl.processes import agreement as software
+from jrl.processes.agreement import (
+    MAX_DIFFERENCES,
+    check_same_software,
+    installed_versions,
+    source_hashes,
+)
 
 CONNECTED_BY_OTHERS = """
 import sys

@@ -29,14 +29,15 @@ from moe.planner.memory import (
     working_score_bytes,
 )
 from moe.planner.method import Batch, Method, for_weights, with_fields
-from moe.planner.models import PRESETS, sizes_of
-from moe.planner.volumes import balanced_tokens_per_peer, tokens_per_peer
-from moe.planner.weights import (
+from moe.planner.models import (
+    PRESETS,
     parameters_on_device,
     sharded_parameters,
+    sizes_of,
     weight_groups,
     weight_layout,
 )
+from moe.planner.volumes import balanced_tokens_per_peer, tokens_per_peer
 from moe.weights import shapes
 from sharding.folding import Layout, fold_abstract
 from sharding.schedule import Schedule

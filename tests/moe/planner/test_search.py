@@ -13,11 +13,10 @@ from tiers import full_but
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.placement import specs
-from moe.planner.cost import System, cost
+from moe.planner.cost import METHODS, SYSTEMS, System, cost
 from moe.planner.memory import memory
 from moe.planner.method import Batch, Method, with_fields
 from moe.planner.models import PRESETS, sizes_of
-from moe.planner.programs import METHODS, SYSTEMS
 from moe.planner.report import neighbours, why_not
 from moe.planner.search import (
     MEMORY_FRACTION,
@@ -233,7 +232,7 @@ from moe.planner import search as searching
 from sharding.costs.hardware import HARDWARE
 from moe.planner.models import PRESETS
 from moe.planner.search import Choices, search
-from moe.planner.programs import METHODS, SYSTEMS
+from moe.planner.cost import METHODS, SYSTEMS
 
 calls = dict.fromkeys(("cost", "memory"), 0)
 

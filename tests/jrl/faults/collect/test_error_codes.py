@@ -2,7 +2,7 @@
 
 import pytest
 
-from jrl.faults.collect.error_codes import CAUSES, XID, error_code, most_severe
+from jrl.faults.collect.vocabulary import CAUSES, XID, error_code, most_severe
 
 # Codes by the immediate action of the catalogue for GPUs from Ampere on.
 RESET = (46, 62, 64, 95, 109, 110, 119, 120, 136, 140, 143, 156, 158)

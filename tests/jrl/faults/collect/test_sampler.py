@@ -12,8 +12,16 @@ import pytest
 from places import ROOT
 
 from jrl.faults.collect.record import read
-from jrl.faults.collect.sampler import Sampler, StepClock, TickDelays
-from jrl.faults.collect.sources import Gpus, Host, Rates, available_sources, local_gpus
+from jrl.faults.collect.sampler import (
+    Gpus,
+    Host,
+    Rates,
+    Sampler,
+    StepClock,
+    TickDelays,
+    available_sources,
+    local_gpus,
+)
 from jrl.faults.collect.vocabulary import SLOWDOWN, STEP_TIME
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.faults.simulate import METRICS
-from jrl.faults.collect.sources import Gpus
+from jrl.faults.collect.sampler import Gpus
 from jrl.faults.collect.vocabulary import (
     MEANINGS,
     STEP_TIME,

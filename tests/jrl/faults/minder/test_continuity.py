@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jrl.faults.collect.fleet import NO_MACHINE
-from jrl.faults.minder.continuity import UNSEEN, find_span, score_where_needed
+from jrl.faults.minder.detect import UNSEEN, find_span, score_where_needed
 
 WINDOWS = st.lists(st.sampled_from([NO_MACHINE, 0, 0, 0, 1]), min_size=0, max_size=70)
 

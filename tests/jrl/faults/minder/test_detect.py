@@ -21,8 +21,7 @@ from jrl.faults.__main__ import main as faults_main
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.minder import detect, train, vae
 from jrl.faults.minder.detect import Minder, WindowScorer, divide_by_tokens
-from jrl.faults.minder.embedding import View, gather
-from jrl.faults.minder.prepare import prepare
+from jrl.faults.minder.embedding import View, gather, prepare
 from jrl.faults.minder.train import Training, gather_windows, train_models, windows_by_model
 from jrl.faults.watcher import DetectorOptions
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jrl.faults.collect.fleet import Fleet
-from jrl.faults.minder.prepare import correct_lags, fill, prepare, scale
+from jrl.faults.minder.embedding import correct_lags, fill, prepare, scale
 
 
 def fleet_of(values, metrics=None):
