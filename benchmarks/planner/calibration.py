@@ -201,7 +201,7 @@ def _comparison_row(row: Row) -> tuple[str, ...]:
         return row.model, layout, "", "", "", published, "does not fit"
     mfu = 100 * plan.cost.mfu(CLUSTERS[row.system])
     star = " (calibrated)" if is_fitted(row) else ""
-    settings = str(plan.layout.vpp), plan.method.remat, str(plan.batch.micro_rows)
+    settings = str(plan.layout.vpp), plan.method.execution.remat, str(plan.batch.micro_rows)
     return row.model, layout, *settings, published, f"{mfu:.1f}{star}"
 
 

@@ -18,8 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jrl.command_line import parse_flags
-from jrl.faults.collect.align import Aligned, align
-from jrl.faults.collect.fleet import INCOMPARABLE, Alarm, Fleet, Report
+from jrl.faults.collect.fleet import INCOMPARABLE, Alarm, Aligned, Fleet, Report, align
 from jrl.faults.collect.record import read_folder
 from jrl.faults.remote.exporters import assemble, describe_ignored, sort_series
 from jrl.faults.remote.prometheus import read_series

@@ -20,7 +20,7 @@ from jrl.faults.collect.vocabulary import (
     is_fatal,
 )
 from jrl.faults.outlier import OutlierDetector
-from jrl.faults.remote.devices import mask_dips
+from jrl.faults.remote.series import mask_dips
 from jrl.faults.shift import ShiftDetector
 
 SILENCE = "silence"

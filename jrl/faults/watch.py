@@ -26,8 +26,7 @@ from jrl.faults.collect.fleet import INCOMPARABLE, Detector
 from jrl.faults.collect.vocabulary import find_recorded
 from jrl.faults.remote.exporters import SELECTOR
 from jrl.faults.remote.fetch import Limits
-from jrl.faults.remote.pages import Pages
-from jrl.faults.remote.prometheus import SERVER_LIMITS, Prometheus, SampleSource
+from jrl.faults.remote.prometheus import SERVER_LIMITS, Pages, Prometheus, SampleSource
 from jrl.faults.settings import DRAIN, TELL
 from jrl.faults.watcher import (
     MIN_MACHINES,

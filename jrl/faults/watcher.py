@@ -13,8 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from jrl.faults.collect.align import Aligned, Process, align
-from jrl.faults.collect.fleet import Alarm, Detector, Fleet, Report
+from jrl.faults.collect.fleet import Alarm, Aligned, Detector, Fleet, Process, Report, align
 from jrl.faults.collect.record import Follower
 from jrl.faults.collect.vocabulary import PRIORITY, Cause
 from jrl.faults.outlier import OutlierDetector

@@ -16,8 +16,14 @@ from jaxtyping import Array
 
 from jrl.config.run import RunConfig
 from jrl.faults.collect.sampler import local_gpus
-from jrl.faults.drain import Drainer
-from jrl.faults.guard import DETECTION_INTERVAL, Attachment, Guard, machine_name, metrics_of
+from jrl.faults.guard import (
+    DETECTION_INTERVAL,
+    Attachment,
+    Drainer,
+    Guard,
+    machine_name,
+    metrics_of,
+)
 from jrl.faults.settings import DRAIN
 from jrl.faults.standard import StandardDetector
 from jrl.faults.watcher import Hook, command_hook

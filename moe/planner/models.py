@@ -203,7 +203,7 @@ class ModelSizes:
         """Floating-point operations of one trained token in sequences of `time`.
 
         ``6 (L (h (q + 2 kv) + q h) + sum_layers 3 h f + h V) + 6 L q time``, as
-        `moe.counts.training_flops` counts them, and Megatron-Core. Latent attention has its own
+        `moe.config.training_flops` counts them, and Megatron-Core. Latent attention has its own
         matrices in the place of the first term, and the mean width of queries and outputs as q.
         """
         width = self.num_main_layers * self.layer_width + self.num_dense_layers * self.dense_d_ff

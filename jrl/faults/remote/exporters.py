@@ -1,7 +1,7 @@
 """Mapping of the metrics of DCGM's exporter, node exporter and cAdvisor to the sampler's names.
 
 Each metric is a level, a counter (compared as a rate), a counter of fatal errors, which is kept as
-a total, or the code of the last error. `jrl.faults.remote.devices` aggregates the devices of a
+a total, or the code of the last error. `jrl.faults.remote.series` aggregates the devices of a
 machine.
 
 https://github.com/NVIDIA/dcgm-exporter  https://github.com/prometheus/node_exporter
@@ -17,7 +17,6 @@ import numpy as np
 
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.collect.vocabulary import mask_valid
-from jrl.faults.remote.devices import CODE, COUNTER, LEVEL, TOTAL, aggregate, resample
 from jrl.faults.remote.machines import (
     ANSWERS,
     IDENTITY,
@@ -26,7 +25,19 @@ from jrl.faults.remote.machines import (
     list_some,
     machines_of,
 )
-from jrl.faults.remote.series import Series, check_times, device_of, gpus_of, uuid_of
+from jrl.faults.remote.series import (
+    CODE,
+    COUNTER,
+    LEVEL,
+    TOTAL,
+    Series,
+    aggregate,
+    check_times,
+    device_of,
+    gpus_of,
+    resample,
+    uuid_of,
+)
 
 MAX_VALUES = 2**28
 """Values of a fleet: 1 GiB."""

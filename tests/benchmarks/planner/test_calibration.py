@@ -63,7 +63,7 @@ def test_what_ran_out_of_memory_fits_in_no_more_than_all_of_it():
         near = plan.memory.total > 0.99 * MEMORY_FRACTION * CLUSTERS[row.system].memory
         if row.mfu is None:
             assert near
-            assert plan.method.remat == "full"
+            assert plan.method.execution.remat == "full"
 
 
 def test_experts_are_launched_as_the_two_models_with_many_say():

@@ -91,7 +91,7 @@ def test_what_is_not_explained_is_what_the_table_says():
     assert words.format(*fine, *qwen2) in text
     plan = predict(MAPPINGS["llama3-8x70b"][1], fit("Megatron-Core"))
     assert isinstance(plan, Plan)
-    assert plan.method.remat == "full"
+    assert plan.method.execution.remat == "full"
     assert f"in {plan.memory.total / 1e9:.1f} of the 78.7 GB" in text
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from jrl.faults.collect.fleet import Alarm, Fleet
-from jrl.faults.drain import Drainer, Restart, process_of, read_drains
+from jrl.faults.guard import Drainer, Restart, process_of, read_drains
 
 SCORES = np.array([0.5, np.nan, 7.0], np.float32)
 ALARM = Alarm("node-7-2", "cpu/process", 100.0, 160.0, {"score": 7.0, "scores": SCORES})

@@ -13,8 +13,7 @@ import pytest
 from exporters import HOSTS, METRICS, sample
 
 from jrl.faults.__main__ import main
-from jrl.faults.remote.pages import Pages
-from jrl.faults.remote.prometheus import Prometheus, Store
+from jrl.faults.remote.prometheus import Pages, Prometheus, Store
 from jrl.faults.standard import StandardDetector
 from jrl.faults.watcher import RemoteWatcher
 

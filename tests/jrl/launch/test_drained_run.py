@@ -11,7 +11,7 @@ from command_runs import metrics
 
 from jrl.faults.collect.record import read_folder
 from jrl.faults.collect.vocabulary import SLOWDOWN
-from jrl.faults.drain import process_of, read_drains
+from jrl.faults.guard import process_of, read_drains
 from jrl.launch import __main__ as command
 from jrl.launch import ssh_hosts
 

@@ -11,8 +11,7 @@ import pytest
 from tiers import full_but
 
 from benchmarks.planner.serving.__main__ import main as serve
-from moe.config import ModelConfig
-from moe.counts import training_flops
+from moe.config import ModelConfig, training_flops
 from moe.huggingface.configuration import config_from, options_from
 from moe.planner.__main__ import main
 from moe.planner.models import ModelSizes, sizes_from

@@ -6,7 +6,7 @@ import pytest
 
 from moe.execution import Execution
 from moe.planner import communication, volumes
-from moe.planner.method import Batch, Method, for_tokens
+from moe.planner.method import Batch, Method, for_tokens, with_fields
 from moe.planner.models import ModelSizes
 from moe.planner.search import layouts
 from sharding.costs.hardware import HARDWARE

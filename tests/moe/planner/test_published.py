@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from moe.config import ModelConfig
-from moe.counts import training_flops
+from moe.config import ModelConfig, training_flops
 from moe.planner.models import PRESETS, ModelSizes
 from moe.weights import num_parameters
 from sharding.costs.hardware import HARDWARE, parse

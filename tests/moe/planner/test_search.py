@@ -212,8 +212,8 @@ def test_overlap_is_chosen_where_a_run_can_have_it(text, micro_rows, capacity, h
     model, batch = replace(MIXTRAL, capacity_factor=capacity), Batch(256, 4096, micro_rows)
     choices = Choices(two_batch_overlap=True, overlap_grad_reduce=True)
     ways = list(method_variants(model, Layout.parse(text), batch, Method(), choices))
-    assert sorted({one.two_batch_overlap for one in ways}) == list(halved)
-    assert sorted({one.overlap_grad_reduce for one in ways}) == list(reduced)
+    assert sorted({one.execution.two_batch_overlap for one in ways}) == list(halved)
+    assert sorted({one.execution.overlap_grad_reduce for one in ways}) == list(reduced)
     assert len(ways) == len(halved) * len(reduced)
     # What a method has stays, and nothing else is turned on unasked.
     on = Method(Execution(two_batch_overlap=True, overlap_grad_reduce=True))

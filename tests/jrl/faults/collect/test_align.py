@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jrl.faults.collect.align import align
+from jrl.faults.collect.fleet import align
 from jrl.faults.collect.record import Record, Writer, read_folder
 
 START = 1_000_000.0

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from jrl.faults.remote.devices import aggregate, mask_dips
 from jrl.faults.remote.exporters import build_fleet
-from jrl.faults.remote.series import Series
+from jrl.faults.remote.series import Series, aggregate, mask_dips
 from jrl.faults.standard import StandardDetector
 
 TICKS, PERIOD, SICK = 64, 15.0, 3

@@ -11,7 +11,7 @@ from jrl.faults.remote.exporters import (
     describe_ignored,
     find_metric,
 )
-from jrl.faults.remote.pages import read_page
+from jrl.faults.remote.prometheus import read_page
 from jrl.faults.remote.series import Series
 
 PAGE = """\
