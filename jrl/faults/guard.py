@@ -262,7 +262,7 @@ class Drainer:
 
 
 def process_of(machine: str) -> int:
-    """Index of a process from its name, see `machine_name`; -1 without one."""
+    """Index of a process from its name, see `machine_name`; -1 if it has none."""
     index = machine.rpartition("-")[2]
     return int(index) if index.isdecimal() else -1
 
@@ -290,7 +290,7 @@ def read_drains(run_folder: Path) -> list[Drain]:
     """Drains of a run so far, in their order.
 
     Raises:
-      ValueError: where a record is damaged.
+      ValueError: if a record is damaged.
     """
     drains = []
     for path in (run_folder / FOLDER).glob("drain-*.json"):

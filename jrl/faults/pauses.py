@@ -56,9 +56,9 @@ class Grid:
       part: samples whose middle half is averaged; a longer window is the mean of its parts.
       hop: samples from one window to the next.
       overlap: windows from one to the first that shares no sample with it.
-      length: windows wholly inside the time of continuity; two more where a window is one or
-        two samples. With windows of a step as many more as begin in it, since a mean also shows
-        what a part of its window has.
+      length: windows wholly inside the time of continuity; two more if a window is one or two
+        samples. With windows of a step as many more as begin in it, since a mean also shows what a
+        part of its window has.
       recent: number of windows just before a moment.
       lag: windows between the two whose difference measures noise: a minute, at least `overlap`.
     """
@@ -114,7 +114,8 @@ class Grid:
         return np.lib.stride_tricks.sliding_window_view(values, self.width, axis=1)[:, :: self.hop]
 
     def middles(self, values: Float[np.ndarray, "row time"]) -> Float[np.ndarray, "row window"]:
-        """Mean of the middle half of the first `part` samples of each window; NaN without any."""
+        """Mean of the middle half of the first `part` samples of each window; NaN if it has
+        none."""
         parts = np.lib.stride_tricks.sliding_window_view(values, self.part, axis=1)[:, :: self.hop]
         return middle_mean(np.sort(parts, axis=2))
 
@@ -137,9 +138,9 @@ class Grid:
 class Work:
     """Windows in which the fleet works.
 
-    The metrics are those of activity (`GPU_ACTIVITY`, or CPU usage without GPUs), each as the
-    median over the fleet. The *full level* of a metric is the one that half of `continuity`
-    reaches, as the record may begin in a long pause. Left out are
+    The metrics show activity (`GPU_ACTIVITY`, or CPU usage without GPUs), each as the median over
+    the fleet. The *full level* of a metric is the one that half of `continuity` reaches, as the
+    record may begin in a long pause. Left out are
 
     * pauses: windows of which a quarter or more is below `PAUSED` of the full level of such
       quarters, in more than half of the metrics. Metrics that are near 0 for a part of each step
@@ -149,9 +150,8 @@ class Work:
 
     Attributes:
       windows: their indices.
-      same: true for those of the most frequent work. In the others `UNLIKE` of the metrics or more
-        differ by more than `SAME_WORK` from it: an evaluation, rollouts, or a fault for which all
-        wait.
+      same: true for the most frequent work. In the others `UNLIKE` of the metrics or more differ by
+        more than `SAME_WORK` from it: an evaluation, rollouts, or a fault for which all wait.
     """
 
     windows: Int[np.ndarray, "selected"]
@@ -192,7 +192,7 @@ def activity_metrics(fleet: Fleet) -> list[str]:
 def middle_mean(ordered: Float[np.ndarray, "row window sample"]) -> np.ndarray:
     """Mean without the lowest and the highest quarter, of samples that are sorted, NaN last.
 
-    A median jumps between two levels where a metric has each for half of the time, as in a step.
+    A median jumps between two levels if a metric has each for half of the time, as in a step.
     """
     size = ordered.shape[-1]
     count = np.isfinite(ordered).sum(axis=-1)
@@ -230,7 +230,8 @@ def _most_below(shares: Float[np.ndarray, "metric window"], limit: float) -> np.
 def _end_of_restart(
     shares: Float[np.ndarray, "metric window"], grid: Grid, period: float | int
 ) -> int:
-    """The first window after the last restart, when all machines work again; 0 without one."""
+    """The first window after the last restart, when all machines work again; 0 if there was
+    none."""
     step = grid.hop * period
     # A window longer than a part has its lowest quarter in a pause for longer.
     least = RESTART + (grid.width - grid.part) * period / 2
@@ -294,7 +295,7 @@ def step_seconds(fleet: Fleet, longest: float | int, window: float | int) -> flo
 
 
 def _period(values: Float[np.ndarray, "row time"], most: int) -> int:
-    """Lag, in samples, of the first high peak of the mean autocorrelation; 0 without one."""
+    """Lag, in samples, of the first high peak of the mean autocorrelation; 0 if there is none."""
     size = values.shape[1]
     if size < 3 * most:
         return 0

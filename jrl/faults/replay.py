@@ -77,8 +77,8 @@ def read_fleet(
       metrics: names of exporters that are read although they are unknown.
 
     Raises:
-      ValueError: where it holds none.
-      OSError: where it cannot be read.
+      ValueError: if it holds none.
+      OSError: if it cannot be read.
     """
     if path.is_dir():
         aligned, _, notes = _read_run(path)
@@ -101,7 +101,7 @@ def read_fleet(
 
 
 def find_stopped(path: Path) -> list[Alarm]:
-    """Alarms for processes of a run whose samples stopped without a clean end."""
+    """Alarms for processes of a run whose samples stopped uncleanly."""
     aligned, ended, _ = _read_run(path)
     end = aligned.fleet.end
     return [

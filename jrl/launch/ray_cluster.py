@@ -167,8 +167,8 @@ def worker_environment(kind: str) -> dict[str, str]:
     variables = {
         # Its handler of SIGTERM would replace Ray's own.
         "JAX_ENABLE_PREEMPTION_SERVICE": "0",
-        # Ray would send what a process prints past its standard output, which is muted in all
-        # processes but the first.
+        # Ray would send what a process prints past its standard output, muted in all processes but
+        # the first.
         "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
         "PYTHONUNBUFFERED": "1",
     }

@@ -116,8 +116,8 @@ def to_every_host(tree: Any, mesh: FoldedMesh) -> Any:
 
 
 def to_devices(tree: Any, sharding: NamedSharding) -> Any:
-    """`jax.device_put` of arrays on the host, or on this process's default device, which are equal
-    in all processes; nothing is sent between them."""
+    """`jax.device_put` of arrays on the host, or on this process's default device, equal in all
+    processes; nothing is sent between them."""
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
 

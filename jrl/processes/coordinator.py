@@ -295,7 +295,7 @@ def _initialize(processes: Processes, heartbeat: int) -> None:
     alarm = threading.Timer(seconds, _abort_start, (processes,))
     alarm.daemon = True
     alarm.start()
-    # JAX's warning that a package is missing, which is said in one line below.
+    # JAX's warning that a package is missing: one line below says so.
     warnings.filterwarnings("ignore", "Kubernetes environment detected")
     try:
         jax.distributed.initialize(

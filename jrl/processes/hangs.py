@@ -157,7 +157,7 @@ def silence_limit(record: Record, silence: float) -> float:
 
 
 def describe(hang: Hang, stacks: str) -> str:
-    """Line that names the late processes, where they are, what the others do, and the file of all
+    """Line that names the late processes, their phases, what the others do, and the file of all
     stacks."""
     seconds = f"{hang.seconds:.0f} s"
     first = hang.late[0]

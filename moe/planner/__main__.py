@@ -143,7 +143,7 @@ def program_of(args: argparse.Namespace, hardware: Hardware) -> tuple[Method, Sy
         system, is_gpu = library_system(hardware), hardware.name not in (*TPUS, "laptop")
         dtypes = [None if dtype == "none" else dtype for dtype in args.activation_wire]
         options["activation_wire"] = dtypes
-        # Buffers of GPUs are those of a run by default.
+        # Buffers of GPUs have the factor that a run uses by default.
         factor = GPU_BUFFER_FACTOR if is_gpu else None
         method = Method(Execution(buffer_factor=factor), even=is_gpu, storage="bfloat16")
         return method, system, Choices(storage=(method.storage,), **options)
@@ -223,7 +223,7 @@ def result_of(args: argparse.Namespace, model: ModelSizes) -> SearchResult:
     """The search that a command line asks for.
 
     Raises:
-      ValueError: for arguments that are not valid, and where no layout fits.
+      ValueError: for invalid arguments, and if no layout fits.
     """
     hardware, devices = parse(args.hardware)
     rows, time = batch_sizes(args)

@@ -28,7 +28,7 @@ TRANSFER_GROUPS = (
 )
 """Names of groups of transfers, by the words in the transfers' names."""
 STREAM_GROUPS = ("context", "attention and dense layers over tp", "experts")
-"""Those of them that each half of the rows sends separately under two-batch overlap."""
+"""Groups that each half of the rows sends separately under two-batch overlap."""
 
 
 def micro_batch_seconds(
@@ -72,8 +72,8 @@ def _group_name(what: str) -> str:
 def step_seconds(
     model: ModelSizes, layout: Layout, method: Method, hardware: Hardware
 ) -> tuple[float, float, float]:
-    """Seconds of communication once per step: the reduction of the layers' gradients, that of the
-    embedding's and head's gradients, and the all-gather of new weights."""
+    """Seconds of communication once per step: the reduction of the layers' gradients, the reduction
+    of the embedding's and head's gradients, and the all-gather of new weights."""
     embed_and_head_names = {
         f"gradients: {group.what}" for group in weight_groups(model, layout) if not group.depth
     }

@@ -32,14 +32,14 @@ class System:
       hides_hops: an interleaved pipeline sends activations while it computes other chunks.
       hides_gradients: gradients of layers are reduced during the backward pass of the last
         micro-batches, with `Execution.overlap_grad_reduce`.
-      hides_embed_and_head: those of embedding and head too.
+      hides_embed_and_head: gradients of embedding and head too.
       hides_chunks: the all-to-all of a chunk of tokens is overlapped with the expert products of
         another, with `Execution.expert_chunks`.
       hides_two_batch: communication of one half of the rows is overlapped with the products of the
         other, with `Execution.two_batch_overlap`.
       hides_experts: the all-to-all of one micro-batch is overlapped with the products of another,
-        in four pieces as those of two batches are; the products have `SHARE_OF_PRODUCTS` of the
-        device meanwhile.
+        in four pieces, like two batches; the products have `SHARE_OF_PRODUCTS` of the device
+        meanwhile.
       hides_shards: shards of a layer's weights are gathered while the layer before computes, with
         `Method.fsdp`.
       launch: seconds that each expert of a device but the first adds to a pass of a micro-batch
@@ -165,7 +165,7 @@ def cost_at_least(
     hardware: Hardware,
     system: System,
 ) -> float:
-    """Lower bound of a step's seconds: without any communication but that of new weights."""
+    """Lower bound of a step's seconds: of its communication only new weights count."""
     num_micro_batches, stage_layout = batch.num_micro_batches(layout), weight_layout(model, layout)
     pass_seconds = _pass_seconds(model, stage_layout, batch, method, hardware, system)
     bubble = Schedule(layout.pp, num_micro_batches, layout.vpp).bubble
@@ -175,7 +175,7 @@ def cost_at_least(
 
 @functools.lru_cache(maxsize=256)
 def _final_seconds(model: ModelSizes, layout: Layout, method: Method, hardware: Hardware) -> float:
-    """Seconds of the optimizer and of gathering new weights, which are not overlapped."""
+    """Seconds of the optimizer and of gathering new weights; neither is overlapped."""
     *_, new_weights = communication.step_seconds(model, layout, method, hardware)
     return new_weights + _optimizer_seconds(model, layout, method, hardware)
 
@@ -229,7 +229,8 @@ def _products_of_layers(
 
     forward = backward = 0.0
     all_matrices, expert_matrices = _matrices(model, layout, tokens)
-    # Each half of the rows reads all matrices again, each chunk of tokens those of its experts.
+    # Each half of the rows reads all matrices again, each chunk of tokens reads its experts'
+    # matrices.
     num_streams = len(method.streams(batch))
     expert_reads = num_streams * method.execution.expert_chunks
     reads = [(all_matrices, num_streams), (expert_matrices, expert_reads)]
@@ -385,8 +386,8 @@ def system_on(name: str, hardware: str) -> System:
 def library_system(hardware: Hardware) -> System:
     """System of this library: products as fast as Megatron-Core's, overlap as a run requests it.
 
-    The overlaps are those of expert chunks, two-batch overlap and gradient reduction. None of this
-    is measured on an accelerator.
+    It overlaps expert chunks, two batches and gradient reduction. None of this is measured on an
+    accelerator.
     """
     overlaps = hardware.overlaps
     return System(

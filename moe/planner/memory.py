@@ -22,8 +22,9 @@ ALL_SCORES = ("plain", "xla")
 BLOCK_QUERIES, MAX_SPANS = 128, 8
 """Queries of a block of attention, and stretches of them that are compiled apart, at most."""
 NUM_WORKING_SCORES = 3
-"""Arrays of scores that a backward pass has at once: powers, their gradients and those of the
-scores. XLA's CPU compiler runs the stretches of a row side by side, so that all of them are there.
+"""Arrays of scores that a backward pass has at once: powers, their gradients and the scores'
+gradients. XLA's CPU compiler runs the stretches of a row side by side, so that all of them are
+there.
 """
 NUM_SAVED_SCORES = 2
 """Arrays of scores that "plain" keeps of a layer where everything is kept: powers and
@@ -37,10 +38,10 @@ class Memory:
     Attributes:
       weights: as they are used, under full sharding their shards.
       optimizer: moments and master weights, in shards (ZeRO-1).
-      gradients: their sum over micro-batches, and that of the current micro-batch where they are
+      gradients: their sum over micro-batches, and the current micro-batch's if they are
         accumulated; of a single micro-batch that alone.
       activations: residuals of the layers for the backward pass, of all micro-batches in flight.
-      buffers: temporary values: those of the current layer, logits, gathered shards, and the new
+      buffers: temporary values: of the current layer, logits, gathered shards, and the new
         residuals of a pipeline chunk.
     """
 
@@ -101,15 +102,15 @@ def layer_memory(model: ModelSizes, layout: Layout, batch: Batch, method: Method
     values = activation_bytes(model, layout, tokens, method, "none")
     saved_bytes = activation_bytes(model, layout, tokens, method, remat)
     working_bytes, scores = 2 * values, working_score_bytes(model, layout, batch, method)
-    # Where a chunk is a single layer, without a loop over layers, XLA's CPU programs need less: as
-    # if scores took the place of gradients. Fitted to them, not derived.
+    # If a chunk is a single layer and has no loop over layers, XLA's CPU programs need less: as if
+    # scores took the place of gradients. Fitted to them, not derived.
     working_bytes += scores if depth > layout.vpp else max(scores - values, 0)
     if method.repeats(remat):
         # The backward pass uses its residuals directly, without copies of them.
         working_bytes -= saved_bytes
     if remat == "full" and method.resends:
         # Its input and the results of collectives are not recomputed; the tokens received by the
-        # experts, which are permuted into rows, are not among its values.
+        # experts are permuted into rows and are not among its values.
         working_bytes -= saved_bytes
         working_bytes += dispatched_bytes(model, layout, tokens, method)
     if layout.pp > 1 and not method.in_place:
@@ -132,7 +133,7 @@ class States(NamedTuple):
       weights, optimizer, gradients: as in `Memory`.
       gathered: weights that full sharding has gathered at a time.
       comm_buffer: `comm_buffer_bytes`.
-      added: of `gradients`, those of all layers that are added to their sum.
+      added: bytes of `gradients` of all layers that are added to their sum.
     """
 
     weights: float
@@ -191,8 +192,8 @@ def partial_gradient_bytes(
 
 def comm_buffer_bytes(model: ModelSizes, layout: Layout, method: Method) -> float:
     """Bytes of the largest gradient in bfloat16, as it is sent and received: of a stack of matrices
-    of all layers (the gate and up of experts or dense layers, which are two thirds of them, or half
-    of attention's), or of the embedding."""
+    of all layers (the gate and up of experts or dense layers, two thirds of them, or half of
+    attention's), or of the embedding."""
     if method.gradient_wire == "float32":
         return 0.0
     fractions = {"experts": 2 / 3, "dense layers": 2 / 3, "first dense layers": 2 / 3}
@@ -212,8 +213,8 @@ def comm_buffer_bytes(model: ModelSizes, layout: Layout, method: Method) -> floa
 def layers_in_flight(model: ModelSizes, layout: Layout, num_micro_batches: int) -> int:
     """Layers whose residuals a device keeps at a time.
 
-    A pipeline stage keeps those of every chunk in flight, and the first stage those of its dense
-    layers; all stages have buffers of this size.
+    A pipeline stage keeps every chunk in flight, and the first stage its dense layers; all stages
+    have buffers of this size.
     """
     if layout.pp == 1:
         return model.num_layers
@@ -226,8 +227,8 @@ def layers_in_flight(model: ModelSizes, layout: Layout, num_micro_batches: int) 
 def chunks_in_flight(layout: Layout, num_micro_batches: int) -> int:
     """Most model chunks in flight on a stage, between their forward and backward pass.
 
-    ``pp`` with one chunk on a stage, else ``pp vpp + pp - 1``; fewer where there are few micro-
-    batches. `sharding.schedule.Schedule.slots` has a slot for each.
+    ``pp`` with one chunk on a stage, else ``pp vpp + pp - 1``; fewer if there are few
+    micro-batches. `sharding.schedule.Schedule.slots` has a slot for each.
 
     References:
       Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021,
@@ -347,7 +348,7 @@ def selective_activation_bytes(
 
 
 def expert_rows(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
-    """Rows of the expert buffers of a device: those of even routing, a multiple of them with
+    """Rows of the expert buffers of a device: as many as in even routing, a multiple of them with
     `Execution.buffer_factor`, or the worst case."""
     factor = method.execution.buffer_factor
     if method.even and factor is None:
@@ -385,10 +386,11 @@ def saved_score_bytes(
 
 
 def working_score_bytes(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> float:
-    """Bytes of attention scores in memory during a layer's backward pass, without a kernel.
+    """Bytes of attention scores in memory during a layer's backward pass, if no kernel keeps them
+    on the chip.
 
-    "plain" attention materialises those of all queries and keys of a micro-batch, "blocked" those
-    of a row's blocks of queries, each with keys up to its own end (`moe.attention.blocked`).
+    "plain" attention materialises the scores of all queries and keys of a micro-batch, "blocked" of
+    a row's blocks of queries, each with keys up to its own end (`moe.attention.blocked`).
     """
     if method.execution.attention in ALL_SCORES:
         return NUM_WORKING_SCORES * _all_score_bytes(model, layout, batch, method)

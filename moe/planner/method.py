@@ -16,8 +16,8 @@ class Batch:
       rows: sequences on all devices.
       time: tokens of each.
       micro_rows: sequences of a micro-batch on each ``dp`` rank.
-      micro_tokens: tokens of a micro-batch on one device, fewer than those of its sequences if
-        these share prompts; None counts all.
+      micro_tokens: tokens of a micro-batch on one device, fewer than its sequences have if these
+        share prompts; None counts all.
     """
 
     rows: int
@@ -78,7 +78,7 @@ class Storage:
 
 
 STORAGES = {
-    # Float32 weights, which are their own masters.
+    # Float32 weights are their own masters.
     "float32": Storage(4, 4, 0, 8, 4, 4, summand=4),
     # Weights in bfloat16 with float32 masters (`jrl.trainer.learner.learner`): 6 + 12 / G in shards
     # of G.
@@ -88,7 +88,7 @@ STORAGES = {
     # The same with gradients that are rounded once for an all-to-all and summed in float32.
     "mixed-bfloat16-wire": Storage(2, 4, 4, 8, 2, 2, summand=0),
 }
-# Norms and routers, where they stay float32 among weights that do not.
+# Norms and routers that stay float32 among weights that do not.
 STAYS_FLOAT32 = {"bfloat16": Storage(4, 4, 4, 8, 4, 4, summand=4)}
 """Shoeybi et al.'s distributed optimizer counts as "mixed"; Jin et al., "MegaScale-MoE", 2025,
 section 5 (the wire). https://arxiv.org/abs/2505.11432"""
@@ -122,14 +122,14 @@ class Method:
         FSDP2 gathers them again in the backward pass.
       itemsize: bytes of an activation.
       storage: of weights, gradients and optimizer, one of `STORAGES`.
-      resends: rematerialisation is that of `moe.remat`: "selective" gathers tokens and sends them
-        to experts again, "full" keeps what collectives return. Else it is that of Korthikanti et
-        al. (https://arxiv.org/abs/2205.05198): "selective" repeats attention's scores, norms and
+      resends: rematerialisation as in `moe.remat`: "selective" gathers tokens and sends them to
+        experts again, "full" keeps what collectives return. Else as in Korthikanti et al.
+        (https://arxiv.org/abs/2205.05198): "selective" repeats attention's scores, norms and
         activations, and no communication; "full" keeps a layer's input alone and repeats all.
       repeats_experts: the backward pass repeats the experts too, with their dispatch, and keeps
         nothing of them; with "none" and "selective".
       even: expert buffers have the size of even routing, as if their sizes were known at run time
-        or a capacity bounded them; else that of any routing.
+        or a capacity bounded them; else they fit any routing.
       in_place: a pipeline stage writes the residuals of a chunk directly to their buffer slot; else
         to a temporary buffer first, as `sharding.pipeline` does.
       gradient_wire: communication dtype of gradients between sequence-parallel groups; "bfloat16"

@@ -44,7 +44,7 @@ class ModelSizes:
       experts_per_token: experts that a token is sent to.
       d_expert: hidden width of one expert.
       d_ff: hidden width of the dense layer, or of the shared expert; 0 is none.
-      num_dense_layers: the first blocks, which have a dense layer in place of experts.
+      num_dense_layers: the first blocks, with a dense layer in place of experts.
       dense_d_ff: hidden width of those.
       tied: logits come from the embedding.
       capacity_factor: experts take at most this multiple of what even routing sends them from one
@@ -327,7 +327,7 @@ class WeightGroup:
       parameters: on the device, of all its layers.
       replicas: logical axes over which they are replicated.
       in_layers: they belong to the equal layers, which full sharding gathers one by one.
-      depth: number of layers they belong to; 0 for those of no layer.
+      depth: number of layers they belong to; 0 for none.
       is_precise: they are norms or routers, which may stay float32 (`Method.stored_precise`).
     """
 
@@ -347,7 +347,7 @@ class WeightGroup:
         return math.prod(getattr(layout, axis) for axis in self.replicas)
 
     def shard_size(self, layout: Layout) -> int:
-        """Parameters of one shard, where they are sharded over the group (ZeRO)."""
+        """Parameters of one shard if they are sharded over the group (ZeRO)."""
         return -(-self.parameters // self.group(layout))
 
 
@@ -369,9 +369,9 @@ def weight_groups(model: ModelSizes, layout: Layout) -> tuple[WeightGroup, ...]:
     """All weights of one device.
 
     Attention and dense layers are sharded over ``tp``, experts over ``ep`` and ``etp``, layers over
-    ``pp``, and rows of the embedding and columns of the head over ``tp`` where it divides them;
-    norms and routers are replicated. Every stage has embedding, head and the first dense layers,
-    and chunks that are all as deep as the deepest.
+    ``pp``, and rows of the embedding and columns of the head over ``tp`` if it divides them; norms
+    and routers are replicated. Every stage has embedding, head and the first dense layers, and
+    chunks that are all as deep as the deepest.
     """
     h, tp = model.d_model, layout.tp
     layers = layers_on_device(model, layout)

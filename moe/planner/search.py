@@ -60,9 +60,9 @@ class Plan:
 class Choices:
     """Choices of the search besides the sizes of a layout.
 
-    The last two allow it to turn on an overlap that `method` has off, where a run supports it:
-    two-batch overlap with more than one row and without a capacity that drops tokens, overlapped
-    gradient reduction without a pipeline.
+    The last two allow it to turn on an overlap that `method` has off, if a run supports it:
+    two-batch overlap needs more than one row and no capacity that drops tokens, overlapped gradient
+    reduction no pipeline.
     """
 
     dispatch: Sequence[str] = ("all_gather", "all_to_all")
@@ -388,8 +388,8 @@ def communication_variants(
 ) -> tuple[list[Fields], list[Fields]]:
     """Candidate combinations of context, dispatch and communication dtype.
 
-    The first list may take the least time; those of the second can only be better by keeping less.
-    The costs of context and of dispatch with its dtype are independent of each other.
+    The first list may take the least time; the second can only be better by keeping less. The costs
+    of context and of dispatch with its dtype are independent of each other.
     """
     quick: list[Fields] = []
     small: list[Fields] = []
@@ -426,7 +426,7 @@ def method_variants(
 
 
 def switch_values(value: bool, may_be_on: bool) -> tuple[bool, ...]:
-    """Values of a switch: as it is, and on where it may be."""
+    """Values of a switch: as it is, and on if it may be."""
     return (value,) if value or not may_be_on else (False, True)
 
 

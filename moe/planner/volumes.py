@@ -49,7 +49,7 @@ def layer(
 def non_expert(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, has_experts: bool = True
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """Collectives of a block without those of `experts`, for rows that pass through it together.
+    """Collectives of a block besides `experts`, for rows that pass through it together.
 
     They depend on ``tp`` and ``cp`` of the layout only.
     """
@@ -215,7 +215,8 @@ def chunk_sizes(tokens: int, chunks: int) -> list[tuple[int, int]]:
 
 
 def tokens_per_expert(model: ModelSizes, tokens: int) -> int:
-    """Capacity of an expert for the tokens of one device; without a capacity factor all of them."""
+    """Capacity of an expert for the tokens of one device; all of them if there is no capacity
+    factor."""
     if model.capacity_factor is None:
         return tokens
     average = model.capacity_factor * tokens * model.experts_per_token / model.num_experts
@@ -225,7 +226,7 @@ def tokens_per_expert(model: ModelSizes, tokens: int) -> int:
 def tokens_per_peer(model: ModelSizes, layout: Layout, tokens: int) -> int:
     """Most tokens that a device sends to another where buffers are of one size.
 
-    ``min(T, C L)`` with L experts on a device and a capacity C; T without one.
+    ``min(T, C L)`` with L experts on a device and a capacity C; T if there is no capacity.
     """
     if model.capacity_factor is None:
         return tokens

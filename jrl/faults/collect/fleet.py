@@ -131,8 +131,8 @@ class Fleet:
         """Reads a file that `save` wrote.
 
         Raises:
-          ValueError: where the file is damaged, truncated or something else.
-          OSError: where it cannot be read.
+          ValueError: if the file is damaged, truncated or something else.
+          OSError: if it cannot be read.
         """
         content = Path(path).read_bytes()
         try:
@@ -177,7 +177,7 @@ class Alarm:
       start: Unix time at which it became an outlier, in seconds.
       end: Unix time of the last examined sample in which it was one.
       evidence: numbers behind it, by name: scores over time, thresholds, counts.
-      cause: the cause that the machine itself reports, in words; empty without one.
+      cause: the cause that the machine itself reports, in words; empty if it reports none.
     """
 
     machine: str
@@ -202,7 +202,7 @@ class Alarm:
 
 
 Detector = Callable[[Fleet], list[Alarm]]
-"""Names the outlier machines, the most certain first; an empty list where there is none."""
+"""Names the outlier machines, the most certain first; an empty list if there is none."""
 
 
 @dataclass(frozen=True)
@@ -211,8 +211,8 @@ class Trace:
 
     Attributes:
       times: Unix time of each moment, in seconds.
-      scores: the greatest score of any machine; NaN where none was computed.
-      leader: row of the machine that has it, or `NO_MACHINE` where it is below the threshold.
+      scores: the greatest score of any machine; NaN if none was computed.
+      leader: row of the machine that has it, or `NO_MACHINE` below the threshold.
       threshold: score from which a machine is an outlier.
     """
 
@@ -242,7 +242,7 @@ class Report:
 
 
 MAX_AGE = 10.0
-"""Seconds without a sample after which a machine is not compared."""
+"""Seconds after a machine's newest sample from which on it is not compared."""
 MAX_AHEAD = 5.0
 """Seconds by which samples may be ahead: later ones are of a wrong clock, and left out."""
 
@@ -252,11 +252,11 @@ class Process:
     """State of one process.
 
     Attributes:
-      machine, host: its name, and that of its host.
+      machine, host: its name, and its host's.
       state: "running", "silent" (no new sample, or a clock that is behind), "ended", "no data" or
         "clock ahead"; only the running are compared.
       age: seconds from its newest sample to the end of the fleet; negative for a clock that is
-        ahead, NaN without a sample.
+        ahead, NaN if it has no sample.
       damaged: rows its files lost to a wrong checksum.
       torn: bytes at the end of its files that are not a full row.
       future: samples left out because they are ahead of the fleet's clock.
@@ -290,7 +290,7 @@ def align(
     """Aligns records on one clock.
 
     Args:
-      records: multiple records of one machine are those of a restarted process.
+      records: a restarted process has multiple records under one machine.
       now: Unix time of the end; None takes the median of the machines' newest samples, which no
         single wrong clock can move far.
       seconds: how far back to look.
@@ -328,7 +328,7 @@ def align(
 
 
 def _newest(records: Sequence[Record]) -> float:
-    """Unix time of the newest sample, NaN without one."""
+    """Unix time of the newest sample, NaN if there is none."""
     return max(
         (float(record.times.max()) for record in records if len(record.times)), default=math.nan
     )

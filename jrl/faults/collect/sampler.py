@@ -242,7 +242,7 @@ def available_sources(gpus: Sequence[str] | None = None) -> list[Source]:
         return available
     try:
         nvml.nvmlInit()
-    except nvml.NVMLError:  # the package without a driver
+    except nvml.NVMLError:  # no driver
         return available
     return [*available, Gpus(nvml, gpus)]
 
@@ -263,8 +263,8 @@ class StepClock:
     """Step timer that the training loop reports to; every method costs some microseconds.
 
     ``step/time`` is the mean duration of the steps that ended since the last sample, in seconds,
-    or the age of the step in flight where that is longer, so that a step that hangs is detected
-    while it hangs. It has no value before the first step has ended.
+    or the age of the step in flight if longer, so that a step that hangs is detected while it
+    hangs. It has no value before the first step has ended.
 
     Time spent waiting in collectives is not measured: a step is one compiled function, and the wait
     for its result is the time of the device, waiting for other devices included.
@@ -343,10 +343,10 @@ class Sampler:
 
     Attributes:
       clock: for the training loop to report to.
-      latest: Unix time and metrics of the newest sample; time 0 where there is none yet.
+      latest: Unix time and metrics of the newest sample; time 0 before the first.
 
     Raises:
-      ValueError: where psutil is missing, or on a period that cannot be.
+      ValueError: if psutil is missing, or for an impossible period.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Metrics by name: the sampler's, Prometheus's and the denoising models', and their valid ranges;
 and XID error codes of NVIDIA's driver.
 
-The sampler writes ``gpu0/power``, its exporter ``jrl_gpu0_power``, and the model that denoises both
-is that of ``gpu_power_draw``, as in Minder. An unknown name is unchanged. The names of other
+The sampler writes ``gpu0/power``, its exporter ``jrl_gpu0_power``, and the model of
+``gpu_power_draw`` denoises both, as in Minder. An unknown name is unchanged. The names of other
 exporters are mapped to the sampler's when their pages are read, see `jrl.faults.remote.exporters`.
 
 DCGM's ``DCGM_FI_DEV_XID_ERRORS`` is the code of the last error, not a count. Its cause follows the
@@ -175,13 +175,13 @@ def is_error_rate(name: str) -> bool:
 
 
 def gpu_of(name: str) -> str:
-    """GPU of a metric, such as ``gpu0``; empty for a name without a GPU index."""
+    """GPU of a metric, such as ``gpu0``; empty for other names."""
     match = re.match(r"(?:jrl_)?(gpu\d+)[/_]", name)
     return match[1] if match else ""
 
 
 def groups_of(metrics: Iterable[str]) -> list[tuple[str, ...]]:
-    """Metrics that one cause moves together, two at least: those of a GPU's activity, by GPU."""
+    """Metrics that one cause moves together, two at least: a GPU's activity, by GPU."""
     groups: dict[str, list[str]] = {}
     for name in metrics:
         if meaning(name) in GPU_ACTIVITY:
@@ -355,7 +355,7 @@ XID = {
     for table, cause, handled in _TABLES
     for code, meaning in table.items()
 }
-"""The codes of NVIDIA's catalogue that are in use, and those of older GPUs that say hardware."""
+"""The codes of NVIDIA's catalogue that are in use, and codes of older GPUs for hardware faults."""
 
 
 def error_code(code: float | int | np.floating) -> ErrorCode:

@@ -99,10 +99,10 @@ def score_where_needed(
 ) -> Int[np.ndarray, " window"]:
     """Machine that each window names, scoring only windows that can affect `find_span`.
 
-    Every eighth window is scored first. Where these already name other machines too often, no
-    stretch of `length` windows can hold enough hits, whatever the windows between them name. The
-    windows of the other stretches are scored with decreasing stride. `find_span` returns the same
-    as if all windows were scored.
+    Every eighth window is scored first. If these already name other machines too often, no stretch
+    of `length` windows can hold enough hits, whatever the windows between them name. The windows of
+    the other stretches are scored with decreasing stride. `find_span` returns the same as if all
+    windows were scored.
 
     Returns:
       One name per window; `UNSEEN` for those that cannot matter.
@@ -137,8 +137,8 @@ NaN where unseen; and the stretch that raises an alarm."""
 def per_metric(
     metrics: tuple[str, ...], models: Mapping[str, vae.Weights] | None = None
 ) -> list[View]:
-    """Minder's method with `models`, by default those of the package; `vae.ANY` serves metrics that
-    have none."""
+    """Minder's method with `models`, by default the package's; `vae.ANY` serves metrics that have
+    none."""
     models = vae.shipped_models() if models is None else models
     return [
         View(name, (channel,), partial(denoise, models.get(meaning(name), models[vae.ANY])))
@@ -255,7 +255,7 @@ class Minder:
 
 
 def role_numbers(fleet: Fleet, roles: Sequence[str] | None) -> Int[np.ndarray, " machine"]:
-    """Numbers of the roles, one per machine; all machines have the same where none are given.
+    """Numbers of the roles, one per machine; all machines have the same by default.
 
     Raises:
       ValueError: unless there is one role per machine.

@@ -82,8 +82,8 @@ def distance_sums(
     """Sum of the distances from each machine to all in the mask: ``d_i = sum_j |e_i - e_j|``.
 
     The matrix of distances is never materialized: `BLOCK` of its columns are computed and added at
-    a time, so memory is that of the points. Cost: ``window machine^2 dim`` operations. Points of
-    more than `MANY_DIMS` go through `sums_by_products`.
+    a time, so that they need as much memory as the points. Cost: ``window machine^2 dim``
+    operations. Points of more than `MANY_DIMS` go through `sums_by_products`.
 
     Args:
       machine_mask: true on machines; the rest is padding. The number of machines is a multiple of
@@ -116,7 +116,7 @@ def sums_by_products(
     """`distance_sums` by ``|a - b|^2 = |a|^2 + |b|^2 - 2 a b``, one window's matrix at a time.
 
     Points are taken from their mean. What cancels leaves an error of about 1e-3 of the farthest
-    point's distance from it where two points are equal, and far less where they are not.
+    point's distance from it for two equal points, and far less for others.
     """
     weight = machine_mask.astype(points.dtype)
     itself = jnp.eye(points.shape[2], dtype=bool)
@@ -143,8 +143,7 @@ def normal_score(
 
     ``s_i = d_i (n - 2) / (T - 2 d_i)`` with ``T = sum_i d_i`` over n machines: 1 in expectation for
     a machine like the others for any n, and unbounded for an outlier. The paper's normaliser is not
-    published; the standard score, a candidate, is at most ``sqrt(n - 1)``, which is little in a
-    small fleet.
+    published; the standard score, a candidate, is at most ``sqrt(n - 1)``: little in a small fleet.
 
     Args:
       sums: what `distance_sums` returns.

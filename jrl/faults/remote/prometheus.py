@@ -28,7 +28,7 @@ Sample = tuple[Mapping[str, str], float, float]
 MAX_CLOCK_AHEAD = 60.0
 """Seconds by which a clock elsewhere may be ahead."""
 SERVER_LIMITS = Limits(max_bytes=2**29)
-"""Limits of the answer of a server, which has the samples of all machines."""
+"""Limits of a server's answer with the samples of all machines."""
 MAX_WARNING = 300
 """Characters of a server's warnings, for example that a part of its stores did not answer."""
 
@@ -45,9 +45,9 @@ def read_series(
       requested: names of exporters that are included although they are unknown.
 
     Raises:
-      ValueError: where an answer is not JSON, truncated, an error or not a matrix; where a series
-        lacks its name or that label, or two have the same. A function in the query, such as
-        ``rate``, removes the name: put it back there (``label_replace``).
+      ValueError: if an answer is not JSON, truncated, an error or not a matrix; if a series lacks
+        its name or that label, or two have the same. A function in the query, such as ``rate``,
+        removes the name: put it back there (``label_replace``).
     """
     series_by_key: dict[tuple[str, str, str], Series] = {}
     for answer in answers:
@@ -58,8 +58,8 @@ def read_series(
                     "a series of the answer has no label '__name__': it has "
                     f"{', '.join(labels) or 'none'}; keep the name in the query."
                 )
-            # Multiple series of a known exporter's metric are aggregated or ignored; those of a
-            # requested name are averaged.
+            # Multiple series of a known exporter's metric are aggregated or ignored; multiple
+            # series of a requested name are averaged.
             may_repeat = find_metric(name) or is_ignored(name) or name in requested
             distinct = str(sorted(labels.items())) if may_repeat else ""
             owner = "" if is_ignored(name, requested) else machine_of(labels, machine)
@@ -237,7 +237,7 @@ class Page:
 class Pages:
     """Exporters' pages, scraped at each poll.
 
-    A sample has the time of the poll, or that of the page if it is not older than `MAX_AGE`.
+    A sample has the time of the poll, or the page's if it is not older than `MAX_AGE`.
 
     Args:
       addresses: of the pages, at least one, such as ``http://node7:9400/metrics``. A series without
@@ -245,7 +245,7 @@ class Pages:
       limits: of each page.
 
     Raises:
-      ValueError: without an address, and for one without http:// or https://.
+      ValueError: if there is no address, or one lacks http:// or https://.
     """
 
     def __init__(self, addresses: Sequence[str], limits: Limits | None = None):

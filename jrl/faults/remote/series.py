@@ -18,7 +18,7 @@ from jrl.faults.collect.vocabulary import most_severe
 
 DAY = 86400.0
 MAX_GAP = 7 * DAY
-"""Seconds without any sample beyond which a clock is wrong, not a fleet at rest."""
+"""Gap in seconds between samples beyond which a clock is wrong, not a fleet at rest."""
 
 GPU_LABELS = ("gpu", "GPU_I_ID", "nvswitch", "nvlink", "cpu", "cpucore")
 """Labels of DCGM's exporter that identify a part of a machine: a GPU and its MIG instance, a link.
@@ -42,7 +42,7 @@ class Series:
     Attributes:
       labels: with the name under ``__name__``.
       times: Unix time of each sample in seconds, in order.
-      values: NaN where it was no number.
+      values: NaN if it was no number.
     """
 
     labels: Mapping[str, str]
@@ -53,8 +53,8 @@ class Series:
 def device_of(labels: Mapping[str, str]) -> tuple[str, ...]:
     """Metric and device of a series inside its machine; its UUID and changing labels do not count.
 
-    Two series of one device are one, such as those of a GPU that has been given to another pod, or
-    those of one exporter that two jobs scrape.
+    Two series of one device are one, for example of a GPU that has been given to another pod, or of
+    one exporter that two jobs scrape.
     """
     name = labels["__name__"]
     if name.startswith("DCGM_"):
@@ -250,7 +250,7 @@ def _accumulate(row: np.ndarray) -> np.ndarray:
 
 
 def _mean_of_lasting(rows: np.ndarray, present: np.ndarray) -> np.ndarray:
-    """Mean over the devices that are there throughout; over those of each tick if none is."""
+    """Mean over the devices that are there throughout; over the devices of each tick if none is."""
     ticks = np.flatnonzero(present)
     margin = max(MAX_DIP, MARGIN * (ticks[-1] - ticks[0]))
     seen = [np.flatnonzero(np.isfinite(row)) for row in rows]

@@ -75,7 +75,7 @@ def test_a_counter_of_fatal_errors_that_moves_names_at_once():
     assert (alarm.machine, alarm.metric, alarm.start) == ("node-3", "gpu1/xid", 5050)
     assert alarm.cause == "XID 79 (GPU has fallen off the bus; machine fault)"
     assert alarm.evidence["code before"] == 0
-    # Where it made all others fail, the first is the cause.
+    # If it made all others fail, the first is the cause.
     fleet.values[:, 1, 55:] = 43
     assert [each.machine for each in STANDARD(fleet)] == ["node-3"]
 

@@ -53,7 +53,7 @@ def parameters_of(config, part):
 
 
 def test_matrices_of_latent_attention_are_those_of_the_network(tmp_path):
-    """Of DeepSeek-V3, and of Moonlight, which has no latent vector for queries."""
+    """Of DeepSeek-V3, and of Moonlight, whose queries have no latent vector."""
     for name in ("deepseek-ai/DeepSeek-V3.1", "moonshotai/Moonlight-16B-A3B"):
         folder = written(tmp_path, PUBLISHED["read"][name])
         model, config = sizes_from(folder), config_from(folder)

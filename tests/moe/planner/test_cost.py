@@ -1,4 +1,4 @@
-"""The time of a step, on sizes where each part of it can be had by hand."""
+"""The time of a step, on sizes that can be calculated by hand."""
 
 from dataclasses import replace
 
@@ -178,8 +178,8 @@ def test_gradients_hide_under_the_last_micro_batches():
 
 @pytest.mark.parametrize("micro_rows", [1, 8])
 def test_gradients_of_the_ends_hide_nowhere_by_themselves(micro_rows):
-    """Without a pipeline one of 56 layers shows, embedding and head, and what is longer than two
-    thirds of a micro-batch: much of it where that has one row, nothing where it has eight."""
+    """With no pipeline one of 56 layers shows, embedding and head, and what is longer than two
+    thirds of a micro-batch: much of it for one row, nothing for eight."""
     layout, system = Layout.parse("tp2 dp64 / ep8"), System(hides_gradients=True)
     on_the_way = with_fields(MEGATRON, overlap_grad_reduce=True)
     bare, hidden = (
@@ -262,7 +262,7 @@ def test_an_all_to_all_beside_another_micro_batch_takes_part_of_the_device():
     products = shown.products / 4 - 3 * 2.0 * 2048 * 6144 * 32768 / (0.6 * H100.peak)
     slower = products * (132 / 112 - 1)
     assert hidden.communication["experts"] / 4 == pytest.approx(slower + sent / 4)
-    # DeepEP's volume is no more than that of all copies.
+    # DeepEP sends no more than all copies.
     assert shown.communication["experts"] < of("tp2 dp64 / ep8").communication["experts"]
 
 

@@ -89,9 +89,9 @@ ON_THE_WAY = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "wire", "execution"), ON_THE_WAY)
 def test_a_step_with_gradients_on_their_way_sends_what_is_stated(layout, wire, execution):
-    """All but new weights, which come afterwards, or where they are kept in shards those of both
-    ends, which come first: three micro-batches, of which the last one sums each layer's gradient
-    when it has left the layer."""
+    """All but new weights, gathered afterwards; if kept in shards, all but both ends' weights,
+    gathered first: three micro-batches, of which the last one sums each layer's gradient when it
+    has left the layer."""
     sizes = Layout.parse(layout)
     given = {"dispatch": "all_to_all", "context": "gather", **execution}
     execution = Execution(overlap_grad_reduce=True, **given)

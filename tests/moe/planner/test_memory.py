@@ -344,7 +344,7 @@ def test_scores_of_a_device_by_hand():
     of_all = [memory(model, layout, batch, one).total for one in MEMORIES]
     kept_by = MIXTRAL.num_layers * (2 * every + 4 * MIXTRAL.expert_parameters)
     assert of_all[1] - of_all[0] == pytest.approx(kept_by + 3 * every)
-    # Where a stage's chunk is a layer by itself they stand in place of gradients.
+    # If a stage's chunk is a layer by itself they stand in place of gradients.
     alone, batch = replace(model, num_layers=4), Batch(8, 1024, micro_rows=2)
     stages = Layout.parse("pp2 vpp2 tp2 cp2 dp2")
     for several in (1, 8):

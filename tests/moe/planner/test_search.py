@@ -113,7 +113,7 @@ def ways_to_send(model, layout, choices):
 
 
 def best_by_hand(model, layout, rows, time, method, system, choices):
-    """The least time of all ways that are left, or None where none fits."""
+    """The least time of all ways that are left, or None if none fits."""
     found = []
     for micro_rows in (n for n in choices.micro_rows if rows % (layout.dp * n) == 0):
         batch = Batch(rows, time, micro_rows)

@@ -257,7 +257,7 @@ def check_rest(name, layout, execution):
     passes += volumes.row_reordering(sized, sizes, batch, method)
     if sizes.pp > 1:
         schedule = schedule_of(batch, sizes)
-        # A tick's program has the permutes of even ticks and those of odd ones.
+        # A tick's program has the permutes of even and of odd ticks.
         hops = [volumes.hop(sized, tokens, method)] * len(senders(schedule))
         passes = repeat_transfers([*passes, *hops], schedule.ticks)
     assert sent(config, layout) == stated(passes, sizes)

@@ -143,7 +143,7 @@ def test_a_period_that_cannot_be_is_refused(tmp_path):
 
 
 class NvmlError(Exception):
-    """As pynvml's: raised where a GPU cannot tell."""
+    """As pynvml's: raised if a GPU cannot tell."""
 
 
 class Nvml:
@@ -194,7 +194,7 @@ class Nvml:
         return 2048 * (1 + counter)
 
     def nvmlDeviceGetFieldValues(self, handle, fields):
-        """As NVML: a field without the scope of all links is that of the first of eight."""
+        """As NVML: a field that lacks the scope of all links has the first of eight."""
         field, scope = fields[0] if isinstance(fields[0], tuple) else (fields[0], 0)
         links = 8 if scope == 0xFFFFFFFF else 1
         value = self.Answer(ullVal=self.kib * (field - 137) * links)

@@ -1,4 +1,4 @@
-"""Continuity against loops over all stretches, and looking only where it can matter."""
+"""Continuity against loops over all stretches, and scoring only the windows that can matter."""
 
 import numpy as np
 import pytest

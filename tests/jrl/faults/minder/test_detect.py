@@ -57,7 +57,7 @@ def test_nobody_is_named_in_health_or_for_a_short_shift():
 
 
 def test_a_window_against_a_loop():
-    """Raw windows: the farthest machine and its score, without any of the fast paths."""
+    """Raw windows: the farthest machine and its score, with no fast path."""
     prepared = prepare(noisy(seed=3), max_lag=0)
     scorer = WindowScorer(prepared, np.zeros(6, int), View("cpu_usage", (0,), raw))
     starts = np.array([0, 5, 141, 142])
