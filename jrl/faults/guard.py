@@ -31,6 +31,10 @@ DETECTION_INTERVAL = 30.0
 
 PATIENCE = 2.0
 """Seconds that the end of a training waits for its watcher."""
+MAX_BYTES = 2**26
+"""Bytes of samples beyond which they are not stored with a drain."""
+FOLDER = "faults"
+"""Folder of samples and drains in a run folder."""
 
 
 @dataclass(frozen=True)
@@ -136,12 +140,6 @@ def metrics_of(alarms: list[Alarm]) -> dict[str, float]:
     step, while its checkpoint is written, is shown and reaches the hooks, but has no line.
     """
     return {f"faults/alarm/{alarm.machine}/{alarm.metric}": float(alarm.start) for alarm in alarms}
-
-
-MAX_BYTES = 2**26
-"""Bytes of samples beyond which they are not stored with a drain."""
-FOLDER = "faults"
-"""Folder of samples and drains in a run folder."""
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,14 @@ SETTLING = 60.0
 MAX_SAMPLED = 128
 """Maximum number of machines in the median over a fleet, as more hardly change it; also of windows
 whose work is tried as the most frequent."""
+MAX_RHYTHM = 16
+"""Maximum number of machines whose rhythm is averaged."""
+ALTERNATES = 0.08
+"""Least relative standard deviation, over the metrics of activity, by which windows alternate."""
+CLEAR = 0.25
+"""Least height of a peak of the autocorrelation above the least value before it."""
+NEARLY = 0.8
+"""Of peaks that are nearly as high the shortest is the step; the others are its multiples."""
 
 
 @dataclass(frozen=True)
@@ -264,16 +272,6 @@ def _most_frequent(
     same = same_work(typical, SAME_WORK)
     other = np.concatenate([[False], mask & ~same, [False]])
     return same & ~other[2:] & ~other[:-2]
-
-
-MAX_RHYTHM = 16
-"""Maximum number of machines whose rhythm is averaged."""
-ALTERNATES = 0.08
-"""Least relative standard deviation, over the metrics of activity, by which windows alternate."""
-CLEAR = 0.25
-"""Least height of a peak of the autocorrelation above the least value before it."""
-NEARLY = 0.8
-"""Of peaks that are nearly as high the shortest is the step; the others are its multiples."""
 
 
 def step_seconds(fleet: Fleet, longest: float | int, window: float | int) -> float:

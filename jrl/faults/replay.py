@@ -27,6 +27,9 @@ from jrl.faults.standard import SILENCE, SilenceDetector, StandardDetector
 from jrl.faults.watcher import DetectorOptions, examine, trim_to_common_start
 from jrl.report.plots import BLUE, GRID, INK, MUTED
 
+RED = "#c81e4a"
+MAX_PANELS = 5
+
 
 @dataclass(frozen=True)
 class ReplayOptions(DetectorOptions):
@@ -153,9 +156,6 @@ def _table(report: Report) -> Table:
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-RED = "#c81e4a"
-MAX_PANELS = 5
 
 
 def style_axes(axes: "Axes", title: str, unit: str = "") -> None:

@@ -30,6 +30,11 @@ from sharding.sharded_jit import DeviceJit
 
 MAX_DIFFERENCES = 8
 """Differences between two processes that a message lists."""
+PACKAGES = ("jrl-reasoning", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+"""Packages that a run's values and files depend on."""
+SOURCE_ROOT = Path(__file__).parents[2]
+SOURCE_PACKAGES = ("jrl", "moe", "sharding")
+HASH_LENGTH = 12
 
 
 def is_multiprocess() -> bool:
@@ -229,13 +234,6 @@ def _pad(content: np.ndarray, size: int) -> np.ndarray:
 
 def _decode(padded: Any, size: int) -> Any:
     return json.loads(np.asarray(padded)[:size].tobytes())
-
-
-PACKAGES = ("jrl-reasoning", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-"""Packages that a run's values and files depend on."""
-SOURCE_ROOT = Path(__file__).parents[2]
-SOURCE_PACKAGES = ("jrl", "moe", "sharding")
-HASH_LENGTH = 12
 
 
 def installed_versions() -> dict[str, str]:

@@ -43,6 +43,9 @@ SLURM_VARIABLES = ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM
 GRACE_SECONDS = 10.0
 """Most seconds for which process 0, without which JAX ends the others, lets them print their own
 errors."""
+HOSTS_FILE = "/etc/hosts"
+PATIENCE_SECONDS = 2
+"""Seconds of one request for a value of another process; requests are repeated."""
 
 
 @dataclass(frozen=True)
@@ -367,9 +370,6 @@ def all_arrive(name: str, seconds: float) -> bool:
     return True
 
 
-HOSTS_FILE = "/etc/hosts"
-
-
 def check_reachable() -> None:
     """Raises ValueError, in all processes, if one announces to other machines an address of its own
     machine alone (for example 127.0.1.1): with the machine, and the line for its hosts file."""
@@ -435,10 +435,6 @@ def _local_address(target: str) -> str | None:
 
 def _is_loopback(address: str | None) -> bool:
     return address is not None and ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-PATIENCE_SECONDS = 2
-"""Seconds of one request for a value of another process; requests are repeated."""
 
 
 class ProcessFailed(RuntimeError):

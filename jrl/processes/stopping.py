@@ -18,6 +18,9 @@ GRACE_SECONDS = 3.0
 """Seconds that a second Ctrl-C gives the main thread, which may be in a long call of a library."""
 
 _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+DRAINED = 75
+"""Exit status of a run that ended for a restart that leaves out a faulty machine (EX_TEMPFAIL of
+sysexits.h). All of its processes have it."""
 
 
 class Stop:
@@ -114,11 +117,6 @@ class Stop:
 def _print_line(line: str) -> None:
     with suppress(OSError):  # of a terminal that is closed
         print(line, file=sys.stderr, flush=True)
-
-
-DRAINED = 75
-"""Exit status of a run that ended for a restart that leaves out a faulty machine (EX_TEMPFAIL of
-sysexits.h). All of its processes have it."""
 
 
 class Supervisor:

@@ -18,6 +18,31 @@ from sharding.costs.hardware import Hardware
 from sharding.folding import Layout
 from sharding.schedule import Schedule
 
+SHARE_OF_PRODUCTS = 112 / 132
+"""Multiprocessors of an H100 that are left to products while DeepEP sends with 20 of 132."""
+TRAFFIC_FORWARD, TRAFFIC_BACKWARD = 2, 4
+"""Memory accesses per value that a layer computes: written and read; read again, its gradient
+written and read, and once more for the sum of two gradients."""
+_MEGATRON_CORE = Method(
+    Execution(dispatch="ragged", overlap_grad_reduce=True),
+    storage="mixed",
+    even=True,
+    resends=False,
+    in_place=True,
+    fused_activation=True,
+)
+METHODS = {
+    "Megatron-Core": _MEGATRON_CORE,
+    "MegaScale-MoE": with_fields(
+        _MEGATRON_CORE, context="ulysses", storage="mixed-bfloat16-wire", resends=True
+    ),
+}
+BLACKWELL = ("b200", "gb200", "b300")
+BLACKWELL_EFFICIENCY = 0.41420
+"""`System.efficiency` of Megatron-Core on `BLACKWELL`."""
+DISPATCHES = {"Megatron-Core": ("ragged", "deepep")}
+"""Dispatches of a program that has more than one."""
+
 
 @dataclass(frozen=True)
 class System:
@@ -97,13 +122,6 @@ class Cost:
     def mfu(self, hardware: Hardware) -> float:
         """Model FLOPs utilisation: what the model needs over what the devices could."""
         return self.flops / (self.total * hardware.peak)
-
-
-SHARE_OF_PRODUCTS = 112 / 132
-"""Multiprocessors of an H100 that are left to products while DeepEP sends with 20 of 132."""
-TRAFFIC_FORWARD, TRAFFIC_BACKWARD = 2, 4
-"""Memory accesses per value that a layer computes: written and read; read again, its gradient
-written and read, and once more for the sum of two gradients."""
 
 
 def cost(
@@ -337,20 +355,6 @@ def _exposed_communication(
     return {what: time * exposed / total for what, time in sent.items() if time}
 
 
-_MEGATRON_CORE = Method(
-    Execution(dispatch="ragged", overlap_grad_reduce=True),
-    storage="mixed",
-    even=True,
-    resends=False,
-    in_place=True,
-    fused_activation=True,
-)
-METHODS = {
-    "Megatron-Core": _MEGATRON_CORE,
-    "MegaScale-MoE": with_fields(
-        _MEGATRON_CORE, context="ulysses", storage="mixed-bfloat16-wire", resends=True
-    ),
-}
 SYSTEMS = {
     "Megatron-Core": System(
         efficiency=0.61883,
@@ -369,11 +373,6 @@ SYSTEMS = {
     ),
 }
 """Megatron-Core waits for what a layer sends; hiding it is what MegaScale-MoE is about."""
-BLACKWELL = ("b200", "gb200", "b300")
-BLACKWELL_EFFICIENCY = 0.41420
-"""`System.efficiency` of Megatron-Core on `BLACKWELL`."""
-DISPATCHES = {"Megatron-Core": ("ragged", "deepep")}
-"""Dispatches of a program that has more than one."""
 
 
 def system_on(name: str, hardware: str) -> System:

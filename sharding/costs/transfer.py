@@ -15,6 +15,14 @@ Side = Literal["inside", "across"]
 """Side of a sequence-parallel group, ``cp x tp``, or of a server: among its ranks, or among such
 groups."""
 Kind = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "permute"]
+TOKENS, SUMS = "tokens to experts", "sums of experts"
+FLOAT32 = INT32 = 4
+FP8_BYTES, SCALE_BYTES = 1, 4
+GPU_BUFFER_FACTOR = 1.5
+"""Expert buffers of GPUs by default, as a multiple of balanced load. One layer of Qwen3-30B-A3B on
+8 GPUs has 1.6 GiB of temporaries with them, and 5.6 with buffers for any routing."""
+ROW_TILE = 32
+"""Rows that expert buffers are rounded up to: the smaller tile of the grouped product "tiles"."""
 
 
 @dataclass(frozen=True)
@@ -186,16 +194,6 @@ def group_strides(
                 groups.append((stride, atom.size))
         stride *= atom.size
     return groups
-
-
-TOKENS, SUMS = "tokens to experts", "sums of experts"
-FLOAT32 = INT32 = 4
-FP8_BYTES, SCALE_BYTES = 1, 4
-GPU_BUFFER_FACTOR = 1.5
-"""Expert buffers of GPUs by default, as a multiple of balanced load. One layer of Qwen3-30B-A3B on
-8 GPUs has 1.6 GiB of temporaries with them, and 5.6 with buffers for any routing."""
-ROW_TILE = 32
-"""Rows that expert buffers are rounded up to: the smaller tile of the grouped product "tiles"."""
 
 
 def balanced_rows(factor: float, tokens: int, k: int, layout: Layout) -> int:

@@ -28,6 +28,10 @@ NO_MACHINE = -1
 """Row index for no machine."""
 INCOMPARABLE = 4
 """Exit status if nothing could be compared, so that the absence of alarms means nothing."""
+MAX_AGE = 10.0
+"""Seconds after a machine's newest sample from which on it is not compared."""
+MAX_AHEAD = 5.0
+"""Seconds by which samples may be ahead: later ones are of a wrong clock, and left out."""
 
 
 @dataclass(frozen=True)
@@ -239,12 +243,6 @@ class Report:
     comparable: bool = True
     machines: tuple[str, ...] = ()
     traces: Mapping[str, Trace] = field(default_factory=dict)
-
-
-MAX_AGE = 10.0
-"""Seconds after a machine's newest sample from which on it is not compared."""
-MAX_AHEAD = 5.0
-"""Seconds by which samples may be ahead: later ones are of a wrong clock, and left out."""
 
 
 @dataclass(frozen=True)

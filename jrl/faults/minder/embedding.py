@@ -29,6 +29,8 @@ Channels = Float[np.ndarray, "channel machine time"]
 Windows = Float[Array, "channel window machine time"]
 Points = Float[Array, "window dim machine"]
 Embedding = Callable[[Windows], Points]
+MIN_SHARE = 0.5
+"""Minimum share of samples of each compared metric that a machine needs to be compared."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +162,6 @@ def normal_score(
     return jnp.where(machine_mask[None], sums / (n - 1) / among, 0)
 
 
-MIN_SHARE = 0.5
-"""Minimum share of samples of each compared metric that a machine needs to be compared."""
 Values = Float32[np.ndarray, "metric machine time"]
 
 

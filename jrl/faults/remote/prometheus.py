@@ -31,6 +31,21 @@ SERVER_LIMITS = Limits(max_bytes=2**29)
 """Limits of a server's answer with the samples of all machines."""
 MAX_WARNING = 300
 """Characters of a server's warnings, for example that a part of its stores did not answer."""
+MAX_LINES = 200_000
+"""Lines of a page; a node with hundreds of containers has some 50,000."""
+MAX_LINE = 2**16
+MAX_AGE = 300.0
+"""Seconds after which a sample is no longer the current one, as for Prometheus."""
+MAX_SHOWN = 80
+_NAME = re.compile(r"[a-zA-Z_:][\w:]*", re.ASCII)
+_LABEL = re.compile(r'[\s,]*(\w+)\s*=\s*"([^"\\]*(?:\\.[^"\\]*)*)"', re.DOTALL)
+_LABELS_BEGIN = re.compile(r"\s*\{")
+_LABELS_END = re.compile(r"[\s,]*\}")
+_VALUE = re.compile(r"\s*([^\s_]+)(?:\s+(-?\d{1,18}))?\s*(?:#.*)?$")
+_ESCAPE = re.compile(r'\\([\\"n])')
+"""The escapes of a label's value; any other backslash is one, and a tab may be raw."""
+_NO_TEXT = re.compile("[\udc80-\udcff]")
+"""Bytes that are not UTF-8, as `surrogateescape` decodes them."""
 
 
 def read_series(
@@ -202,23 +217,7 @@ def check_address(name: str, address: str) -> None:
         raise ValueError(f"{name}={address!r} must begin with http:// or https://.")
 
 
-MAX_LINES = 200_000
-"""Lines of a page; a node with hundreds of containers has some 50,000."""
-MAX_LINE = 2**16
-MAX_AGE = 300.0
-"""Seconds after which a sample is no longer the current one, as for Prometheus."""
-MAX_SHOWN = 80
-
-_NAME = re.compile(r"[a-zA-Z_:][\w:]*", re.ASCII)
-_LABEL = re.compile(r'[\s,]*(\w+)\s*=\s*"([^"\\]*(?:\\.[^"\\]*)*)"', re.DOTALL)
-_LABELS_BEGIN = re.compile(r"\s*\{")
-_LABELS_END = re.compile(r"[\s,]*\}")
 # A time in milliseconds may follow the value, and an exemplar.
-_VALUE = re.compile(r"\s*([^\s_]+)(?:\s+(-?\d{1,18}))?\s*(?:#.*)?$")
-_ESCAPE = re.compile(r'\\([\\"n])')
-"""The escapes of a label's value; any other backslash is one, and a tab may be raw."""
-_NO_TEXT = re.compile("[\udc80-\udcff]")
-"""Bytes that are not UTF-8, as `surrogateescape` decodes them."""
 
 
 @dataclass

@@ -33,6 +33,14 @@ SCRAPE_LABELS = frozenset(
 """Labels of the exporter and of the server that scrapes it, which identify no part of a machine."""
 POD_LABELS = frozenset({"pod", "namespace", "container"})
 """Labels of the pod of node exporter; elsewhere they identify what is measured."""
+LEVEL, COUNTER, TOTAL, CODE = "level", "counter", "total", "code"
+"""Compared as it is; as a rate; kept as a total, as it must not increase; an error code."""
+MAX_DIP = 2
+"""Samples for which a total may be less than before and after: exporters read 0 at times. A reset
+of a counter, of which the next error is new, lasts longer."""
+MARGIN = 0.1
+"""Part of a record at its ends in which a device may be absent and still count as there
+throughout."""
 
 
 @dataclass(frozen=True)
@@ -129,16 +137,6 @@ def _format_date(time: float) -> str:
         return datetime.fromtimestamp(time, UTC).strftime("of %Y-%m-%d %H:%M UTC")
     except (ValueError, OverflowError, OSError):
         return f"of the Unix time {time:g}"
-
-
-LEVEL, COUNTER, TOTAL, CODE = "level", "counter", "total", "code"
-"""Compared as it is; as a rate; kept as a total, as it must not increase; an error code."""
-MAX_DIP = 2
-"""Samples for which a total may be less than before and after: exporters read 0 at times. A reset
-of a counter, of which the next error is new, lasts longer."""
-MARGIN = 0.1
-"""Part of a record at its ends in which a device may be absent and still count as there
-throughout."""
 
 
 def aggregate(

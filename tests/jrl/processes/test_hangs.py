@@ -1,7 +1,7 @@
 import pytest
 
-from jrl.processes.hangs import Record, deadline_of, describe, find_hang
 from jrl.processes.progress import Progress
+from jrl.processes.watchdog import Record, deadline_of, describe, find_hang
 
 SILENCE = 20.0
 

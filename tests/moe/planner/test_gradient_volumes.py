@@ -28,6 +28,21 @@ from sharding.zero import Reduction
 
 
 @pytest.mark.slow
+def summed_gradients(name, sizes, wire):
+    """Transfers of gradients that the planner states, and the traced ones."""
+    config, mesh = replace(CONFIGS[name], num_layers=2 * sizes.pp), fold_abstract(sizes)
+    places, parts = specs(config, mesh), shard_specs(config, mesh)
+    cuts = shard_dims(config, mesh, wire)
+
+    def local(weights):
+        grads = vary(weights, mesh.axes)
+        return jax.tree.map(partial(zero.reduce_scatter, mesh), places, cuts, grads)
+
+    summed = jax.shard_map(local, mesh=mesh.mesh, in_specs=(places,), out_specs=parts)
+    observed = given_to_collectives(jax.make_jaxpr(summed)(shapes(config)), mesh)
+    return volumes.gradients(sizes_of(config), sizes, Method(gradient_wire=wire)), observed
+
+
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -44,35 +59,15 @@ from sharding.zero import Reduction
 )
 def test_gradients_are_summed_in_what_is_stated(name, layout):
     sizes = Layout.parse(layout)
-    config, mesh = replace(CONFIGS[name], num_layers=2 * sizes.pp), fold_abstract(sizes)
-    places, parts = specs(config, mesh), shard_specs(config, mesh)
-    cuts = shard_dims(config, mesh)
-
-    def local(weights):
-        grads = vary(weights, mesh.axes)
-        return jax.tree.map(partial(zero.reduce_scatter, mesh), places, cuts, grads)
-
-    summed = jax.shard_map(local, mesh=mesh.mesh, in_specs=(places,), out_specs=parts)
-    found = given_to_collectives(jax.make_jaxpr(summed)(shapes(config)), mesh)
-    expected = volumes.gradients(sizes_of(config), sizes, Method(storage="float32"))
-    assert found == stated([t for t in expected if t.kind == "reduce_scatter"], sizes)
+    expected, observed = summed_gradients(name, sizes, "float32")
+    assert observed == stated([t for t in expected if t.kind == "reduce_scatter"], sizes)
 
 
 def test_gradients_in_bfloat16_are_stated():
     """Inside a sequence-parallel group float32, across it terms of two bytes."""
-    sizes = Layout.parse("tp2 cp4 dp4 / ep4")
-    config, mesh = replace(MIXTRAL, num_layers=2), fold_abstract(sizes)
-    places, parts = specs(config, mesh), shard_specs(config, mesh)
-    cuts = shard_dims(config, mesh, "bfloat16")
-
-    def local(weights):
-        grads = vary(weights, mesh.axes)
-        return jax.tree.map(partial(zero.reduce_scatter, mesh), places, cuts, grads)
-
-    summed = jax.shard_map(local, mesh=mesh.mesh, in_specs=(places,), out_specs=parts)
-    found = given_to_collectives(jax.make_jaxpr(summed)(shapes(config)), mesh)
-    expected = volumes.gradients(sizes_of(config), sizes, Method(gradient_wire="bfloat16"))
-    assert found == stated([t for t in expected if t.kind != "all_gather"], sizes)
+    layout = Layout.parse("tp2 cp4 dp4 / ep4")
+    expected, observed = summed_gradients("mixtral", layout, "bfloat16")
+    assert observed == stated([t for t in expected if t.kind != "all_gather"], layout)
     assert {t.kind for t in expected if t.side == "across"} == {"all_to_all", "all_gather"}
 
 

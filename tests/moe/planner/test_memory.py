@@ -241,83 +241,41 @@ def compiled_bytes(layout, rows, time, model=CONFIG, **execution):
     return found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
 
 
+LATENT = replace(CONFIG, num_kv_heads=8, mla=MultiHeadLatentAttention(32, 48, 8, 12))
+TWO_LEVEL = {"dispatch": "two_level", "server_devices": 4}
+PLAIN = {"attention": "plain"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "remat"),
-    # Of `tests/support/parity.py`, each of the three with and without stages and with parts of
-    # experts.
+    ("model", "layout", "remat", "changes"),
     [
-        ("tp2 cp2 dp2", "none"),
-        ("cp2 / etp2", "full"),
-        ("tp2 cp2 dp4 / ep8 etp2", "selective"),
-        ("tp2 dp2 / ep4", "projections"),
-        ("pp2 vpp2 dp2 cp2 tp2 / ep8", "none"),
-        ("pp2 vpp2 dp2 / ep2", "selective"),
-        ("pp2 tp2 dp2 / ep4", "full"),
+        # Of `tests/support/parity.py`, each of the three with and without stages and with parts of
+        # experts.
+        (CONFIG, "tp2 cp2 dp2", "none", {}),
+        (CONFIG, "cp2 / etp2", "full", {}),
+        (CONFIG, "tp2 cp2 dp4 / ep8 etp2", "selective", {}),
+        (CONFIG, "tp2 dp2 / ep4", "projections", {}),
+        (CONFIG, "pp2 vpp2 dp2 cp2 tp2 / ep8", "none", {}),
+        (CONFIG, "pp2 vpp2 dp2 / ep2", "selective", {}),
+        (CONFIG, "pp2 tp2 dp2 / ep4", "full", {}),
+        *((CONFIG, "dp8 / ep8", remat, TWO_LEVEL) for remat in ("none", "selective", "full")),
+        *((LATENT, "tp2 dp2 / ep4", remat, {}) for remat in ("none", "selective", "full")),
+        (replace(CONFIG, query_key_norm="head"), "tp2 dp2 / ep4", "selective", {}),
+        # One row on a device that keeps everything: scores of 1,024 tokens are two fifths of it.
+        (CONFIG, "dp1", "none", {"rows": 1, "time": 1024}),
+        (CONFIG, "dp1", "none", {"rows": 1, **PLAIN}),
     ],
 )
-def test_a_program_needs_what_is_stated(layout, remat):
-    sizes = Layout.parse(layout)
+def test_memory_equals_compiled_program(model, layout, remat, changes):
+    sizes, options = Layout.parse(layout), {"remat": remat, "attention": "blocked", **changes}
+    rows, time = options.pop("rows", 2), options.pop("time", 512)
     # Through a pipeline go two micro-batches.
-    batch = Batch((4 if sizes.pp > 1 else 2) * sizes.dp, 512, micro_rows=2)
-    total = compiled_bytes(layout, batch.rows, batch.time, remat=remat, attention="blocked")
-    method = Method(
-        Execution(remat=remat, attention="blocked", vocab_chunk=None),
-        itemsize=4,
-        duplicates_experts=True,
-    )
-    stated = memory(sizes_of(CONFIG), sizes, batch, method)
-    assert stated.total - stated.optimizer == pytest.approx(total, rel=0.15)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("remat", ["none", "selective", "full"])
-def test_two_levels_of_dispatch_need_what_is_stated(remat):
-    sizes, batch = Layout.parse("dp8 / ep8"), Batch(16, 512, micro_rows=2)
-    options = {"remat": remat, "attention": "blocked", "dispatch": "two_level"}
-    options |= {"server_devices": 4}
-    total = compiled_bytes(str(sizes), 16, 512, **options)
+    batch = Batch((2 if sizes.pp > 1 else 1) * rows * sizes.dp, time, micro_rows=rows)
+    total = compiled_bytes(layout, batch.rows, batch.time, model, **options)
     execution = Execution(vocab_chunk=None, **options)
     method = Method(execution, itemsize=4, duplicates_experts=True)
-    stated = memory(sizes_of(CONFIG), sizes, batch, method)
-    assert stated.total - stated.optimizer == pytest.approx(total, rel=0.15)
-
-
-LATENT = replace(CONFIG, num_kv_heads=8, mla=MultiHeadLatentAttention(32, 48, 8, 12))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "remat"),
-    [
-        (LATENT, "none"),
-        (LATENT, "selective"),
-        (LATENT, "full"),
-        (replace(CONFIG, query_key_norm="head"), "selective"),
-    ],
-)
-def test_latent_attention_and_norms_need_what_is_stated(model, remat):
-    sizes, batch = Layout.parse("tp2 dp2 / ep4"), Batch(4, 512, micro_rows=2)
-    total = compiled_bytes(str(sizes), 4, 512, model, remat=remat, attention="blocked")
-    method = Method(
-        Execution(remat=remat, attention="blocked", vocab_chunk=None),
-        itemsize=4,
-        duplicates_experts=True,
-    )
     stated = memory(sizes_of(model), sizes, batch, method)
-    assert stated.total - stated.optimizer == pytest.approx(total, rel=0.15)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("time", "attention"), [(1024, "blocked"), (512, "plain")])
-def test_scores_and_copies_of_experts_count_where_they_are_in_memory(time, attention):
-    """One device that keeps everything: of 1,024 tokens in a row they take two fifths."""
-    total = compiled_bytes("dp1", 1, time, remat="none", attention=attention)
-    method = Method(
-        Execution(attention=attention, vocab_chunk=None), itemsize=4, duplicates_experts=True
-    )
-    batch = Batch(1, time)
-    stated = memory(sizes_of(CONFIG), Layout.parse("dp1"), batch, method)
     assert stated.total - stated.optimizer == pytest.approx(total, rel=0.15)
 
 
