@@ -61,7 +61,7 @@ def test_a_second_drain_waits_for_its_time(tmp_path):
     assert [drain.number for drain in read_drains(tmp_path)] == [1, 2]
 
 
-def test_what_cannot_be_drained_is_told_with_the_reason(tmp_path):
+def test_drainer_tells_reason_against_a_drain(tmp_path):
     def no_layout(process):
         raise ValueError("no layout is legal.")
 

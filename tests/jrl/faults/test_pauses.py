@@ -121,6 +121,6 @@ def test_cpu_usage_is_the_activity_without_gpus():
     assert 10 * same_work(fleet, GRID).min() == pytest.approx(100, abs=20)
 
 
-def test_what_was_a_pause_for_most_of_the_time_has_no_verdict():
+def test_shift_detector_has_no_verdict_on_a_long_pause():
     report = ShiftDetector().examine(working(activity(600, long=(100, 560))))
     assert not report.comparable and "too short a time" in report.notes[0]

@@ -192,7 +192,7 @@ def test_changed_files_end_in_a_plan_or_one_line(plan, flags, tmp_path, capsys):
         ("Qwen/Qwen3-Next-80B-A3B-Thinking", "does not support Gated DeltaNet"),
     ],
 )
-def test_what_no_server_is_planned_for_is_refused_in_one_line(name, words, tmp_path, capsys):
+def test_serving_refuses_unsupported_checkpoints_in_one_line(name, words, tmp_path, capsys):
     folder = written(tmp_path, PUBLISHED["read"][name])
     assert serve([str(folder), "--hardware", "h200"]) == 2
     told = capsys.readouterr()

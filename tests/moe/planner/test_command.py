@@ -82,7 +82,7 @@ def test_overlap_is_taken_where_a_run_can_have_it(capsys):
         (["mixtral-8x7b", "--hardware", "h100x7", "--tokens", "16K"], "is valid|no layout fits"),
     ],
 )
-def test_what_has_no_answer_is_refused_on_one_line(arguments, words, capsys):
+def test_command_refuses_wrong_arguments_in_one_line(arguments, words, capsys):
     assert main(arguments) == 2
     told = capsys.readouterr()
     assert told.out == ""

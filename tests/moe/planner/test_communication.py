@@ -44,7 +44,7 @@ IN_PARTS = Method(
         ),
     ],
 )
-def test_a_layer_takes_what_each_of_its_collectives_takes_on_the_whole_layout(devices, method):
+def test_layer_times_equal_its_collectives_on_the_full_layout(devices, method):
     """Whatever layout was asked for before."""
     hardware, batch = replace(HARDWARE["a100"], domain=4), Batch(24, 96, micro_rows=3)
     for layout in layouts(devices):
@@ -71,7 +71,7 @@ def test_groups_that_lie_as_they_do_alone_are_asked_for_once():
     assert communication.reduced_layouts(whole) == (Layout.parse("cp2"), whole)
 
 
-def test_what_layers_send_depends_on_no_storage():
+def test_for_tokens_drops_storage_and_gradient_settings():
     layout, batch = Layout.parse("tp2 cp2 dp4 / ep4 etp2"), Batch(8, 64, micro_rows=2)
     given = replace(IN_PARTS, storage="mixed", gradient_wire="bfloat16", mu_dtype="bfloat16")
     given = with_fields(given, overlap_grad_reduce=True)

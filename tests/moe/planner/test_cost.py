@@ -65,7 +65,7 @@ def test_the_bubble_is_that_of_the_schedule():
         assert found.bubble == pytest.approx(idle * working, rel=2e-2)
 
 
-def test_experts_inside_a_server_take_what_the_paper_counts():
+def test_dispatch_inside_a_server_takes_the_papers_seconds():
     layout = Layout.parse("tp2 dp8 pp8 / ep8")
     tokens = 2048
     sent, _ = volumes.dispatch(MIXTRAL, layout, tokens, MEGATRON)

@@ -57,7 +57,7 @@ def summed_gradients(name, sizes, wire):
         ("mixtral", "tp2 cp4 dp4 / ep4"),
     ],
 )
-def test_gradients_are_summed_in_what_is_stated(name, layout):
+def test_gradient_volumes_equal_traced_sums(name, layout):
     sizes = Layout.parse(layout)
     expected, observed = summed_gradients(name, sizes, "float32")
     assert observed == stated([t for t in expected if t.kind == "reduce_scatter"], sizes)
@@ -83,7 +83,7 @@ ON_THE_WAY = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "wire", "execution"), ON_THE_WAY)
-def test_a_step_with_gradients_on_their_way_sends_what_is_stated(layout, wire, execution):
+def test_step_volumes_equal_traced_overlapped_reduction(layout, wire, execution):
     """All but new weights, gathered afterwards; if kept in shards, all but both ends' weights,
     gathered first: three micro-batches, of which the last one sums each layer's gradient when it
     has left the layer."""

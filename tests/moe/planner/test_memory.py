@@ -136,7 +136,7 @@ def test_a_first_moment_in_bfloat16_is_two_bytes_less():
     assert plain.optimizer - half.optimizer == 2 * sharded_parameters(MIXTRAL, layout)
 
 
-def test_what_wires_and_chunks_take():
+def test_memory_of_wires_and_chunks():
     layout, batch = Layout.parse("tp2 dp64 / ep8"), Batch(128, 4096)
     method = Method(Execution(remat="full"), even=True)
     plain = memory(MIXTRAL, layout, batch, method)
@@ -175,7 +175,7 @@ def test_a_pipeline_keeps_as_many_chunks_as_its_schedule_has_places_for(layout):
             assert on_way == 1 + max(map(max, schedule.slots(chunks))), (number, chunks)
 
 
-def test_a_pipeline_keeps_what_the_chunks_on_their_way_need():
+def test_pipeline_memory_equals_chunks_in_flight():
     for layout, model, number, layers in (
         ("pp4", MIXTRAL, 16, 4 * 14),
         ("pp4", MIXTRAL, 3, 3 * 14),

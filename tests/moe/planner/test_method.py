@@ -44,7 +44,7 @@ def test_method_refuses_unknown_value(name):
         Method(**{name: "float7"})
 
 
-def test_cache_keys_keep_what_they_are_for():
+def test_cache_keys_keep_fields_of_their_purpose():
     execution = Execution(remat="full", fsdp=True, overlap_grad_reduce=True)
     method = Method(execution, mu_dtype="bfloat16", even=True)
     assert for_weights(method) == Method(
@@ -55,7 +55,7 @@ def test_cache_keys_keep_what_they_are_for():
 
 
 @pytest.mark.parametrize(("method", "remats"), [("execution", {"full"}), ("reshards", {"none"})])
-def test_search_leaves_out_what_an_execution_refuses(method, remats):
+def test_search_leaves_out_remats_that_execution_refuses(method, remats):
     """`Execution.fsdp` needs a rematerialisation, FSDP of other systems does not."""
     given = {
         "execution": Method(Execution(fsdp=True, remat="full"), storage="bfloat16"),

@@ -44,7 +44,7 @@ def test_arithmetic_per_token(name, time, gigaflops):
     assert PRESETS[name].training_flops(time) / 1e9 == pytest.approx(gigaflops, rel=1e-3)
 
 
-def test_sizes_count_what_the_network_has():
+def test_parameters_equal_the_networks():
     given: dict[str, Any] = {
         "num_layers": 3,
         "d_model": 10,

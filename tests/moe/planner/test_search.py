@@ -63,7 +63,7 @@ def test_search_of_dense_model_lists_each_layout_once():
     assert broken_rule(dense, Layout(dp=8, ep=2), 16, 2048) == "ep and etp need experts"
 
 
-def test_what_is_legal_is_what_the_network_takes():
+def test_broken_rule_agrees_with_the_network():
     config = ModelConfig(
         vocab_size=12,
         num_layers=6,

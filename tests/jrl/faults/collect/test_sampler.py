@@ -25,7 +25,7 @@ from jrl.faults.collect.sampler import (
 from jrl.faults.collect.vocabulary import SLOWDOWN, STEP_TIME
 
 
-def test_the_host_counts_what_this_process_does(tmp_path):
+def test_host_counts_cpu_and_memory_of_this_process(tmp_path):
     host = Host()
     idle = psutil.cpu_times().idle
     host.read(time.monotonic())
@@ -46,7 +46,7 @@ def test_the_host_counts_what_this_process_does(tmp_path):
     assert {"network/in", "network/out", "switches"} <= set(host.columns)
 
 
-def test_rates_leave_out_what_fell_and_what_has_no_time():
+def test_rates_leave_out_decreases_and_equal_times():
     rates = Rates()
     assert rates(10.0, {"a": 1.0, "b": 5.0}) == {}
     assert rates(12.0, {"a": 4.0, "b": 3.0, "c": 1.0}) == {"a": 1.5}
@@ -201,7 +201,7 @@ class Nvml:
         return [self.Answer(nvmlReturn=3 if handle == 1 else 0, value=value)]
 
 
-def test_gpus_are_read_in_their_units_and_what_one_cannot_tell_is_left_out():
+def test_gpus_read_units_and_leave_out_unsupported_metrics():
     nvml = Nvml()
     gpus = Gpus(nvml)
     assert "gpu0/nvlink/in" in gpus.columns and "gpu1/nvlink/in" not in gpus.columns

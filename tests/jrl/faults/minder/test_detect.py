@@ -116,7 +116,7 @@ def test_the_baseline_sees_a_machine_of_a_small_fleet():
     assert alarm.machine == fleet.machines[2]
 
 
-def test_detectors_share_what_was_seen_of_a_record(monkeypatch):
+def test_detectors_share_scores_of_a_fleet(monkeypatch):
     """Scores do not depend on the threshold: a second detector looks at new windows only."""
     fleet = noisy(shifted=4, by=20)
     strict, lax = replace(QUICK, threshold=1000.0), QUICK
@@ -185,7 +185,7 @@ def test_metrics_are_compared_per_token():
         (lambda v: v * np.float32(np.nan), "has no samples"),
     ],
 )
-def test_what_cannot_be_judged_is_said_and_alarms_nobody(change, words):
+def test_minder_notes_reasons_for_no_verdict(change, words):
     values = change(noisy(shifted=1, by=30).values)
     names = tuple(f"host-{i}" for i in range(len(values)))
     report = QUICK.examine(Fleet(names, ("cpu_usage",), 0.0, 1.0, values))
@@ -359,7 +359,7 @@ def test_training_on_records_leaves_the_models_of_the_package(tmp_path, monkeypa
         ),
     ],
 )
-def test_command_refuses_what_needs_simulated_fleets(command, error, capsys):
+def test_command_refuses_commands_of_simulated_fleets(command, error, capsys):
     assert faults_main(command.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {error}")

@@ -55,7 +55,7 @@ def test_noise_is_not_moved():
     np.testing.assert_array_equal(correct_lags(values, 2), values)
 
 
-def test_what_is_left_out_is_said():
+def test_prepare_notes_left_out_machines_and_metrics():
     values = np.random.default_rng(0).normal(size=(5, 4, 40)).astype(np.float32)
     values[1] = np.nan
     values[:, 2] = 7.0
