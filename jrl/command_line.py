@@ -14,17 +14,17 @@ import jax
 import tyro
 
 from jrl.checks import check_numbers
-from jrl.processes.addresses import check_reachable
+from jrl.processes.agreement import check_same_software
 from jrl.processes.coordinator import (
     HEARTBEAT_SECONDS,
     SINGLE_PROCESS,
     Processes,
     check_devices,
+    check_reachable,
     exit_without_waiting,
     join_processes,
 )
-from jrl.processes.software import check_same_software
-from jrl.processes.supervisor import DRAINED
+from jrl.processes.stopping import DRAINED
 
 OUR_PACKAGES = ("jrl", "moe", "sharding", "benchmarks")
 Options = TypeVar("Options")

@@ -30,10 +30,10 @@ from jrl.processes.agreement import (
     connect,
     is_main_process,
     is_multiprocess,
+    short_hash,
 )
 from jrl.processes.coordinator import process_id
-from jrl.processes.software import short_hash
-from jrl.processes.supervisor import DRAINED, UNSUPERVISED, Supervisor
+from jrl.processes.stopping import DRAINED, UNSUPERVISED, Supervisor
 from jrl.processes.watchdog import jax_heartbeat
 from jrl.report.evaluation import summarize_run
 from jrl.runs import provenance, records
@@ -219,8 +219,7 @@ def _build_in_all_processes(options: TrainOptions, folder: RunFolder | None = No
 def _build(options: TrainOptions, folder: RunFolder | None = None) -> "Setup":
     """The fixed parts of the run, looked over; `folder` is that of a run that is being resumed.
     Close its task at the end."""
-    from jrl.faults.collect.sampler import import_client
-    from jrl.faults.collect.sources import import_psutil
+    from jrl.faults.collect.sampler import import_client, import_psutil
     from jrl.report import exporter
     from jrl.runs.loggers import check_installed
     from jrl.trainer.evaluation.saved_policy import read_model_config

@@ -22,7 +22,7 @@ from moe.config import Model
 from moe.weights import Leaf, Transformer, Weight, axis_sizes, shapes, table
 from sharding import zero
 from sharding.folding import FoldedMesh
-from sharding.rules import partition_spec, weight_rules
+from sharding.folding.mesh import partition_spec, weight_rules
 from sharding.sharded_jit import named_shardings
 
 CHUNKED_AXES = ("layer", "attention_layer", "delta_layer")

@@ -1,7 +1,6 @@
-"""Deprecated names: modules, attributes and keywords under the names they had a release ago.
+"""Deprecated names: attributes and keywords under the names they had a release ago.
 
     __getattr__ = former_names(__name__, old_function=new_function)     # at the end of a module
-    former_modules({"package.old_module": new_module})                  # in the package
 
     class Folder:
         __getattr__ = former_members(old_method="new_method")
@@ -13,10 +12,8 @@ Each use of a former name warns with the present one.
 """
 
 import functools
-import sys
 import warnings
-from collections.abc import Callable, Mapping
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 Arguments = ParamSpec("Arguments")
@@ -41,27 +38,6 @@ def former_names(module: str, **present: Any) -> Callable[[str], Any]:
         return present[name]
 
     return getattr_of_module
-
-
-def former_modules(present: Mapping[str, ModuleType]) -> None:
-    """Lets names be imported from modules that are no more.
-
-    Args:
-      present: for each former module, by its full name, the module that has its names now.
-    """
-    for former, module in present.items():
-        stand_in = ModuleType(former, f"Former name of `{module.__name__}`.")
-        stand_in.__dict__["__getattr__"] = functools.partial(_former_attribute, former, module)
-        sys.modules[former] = stand_in
-
-
-def _former_attribute(former: str, module: ModuleType, name: str) -> Any:
-    # Of the module itself: the import system asks for `__path__`.
-    if name.startswith("__"):
-        raise AttributeError(f"module {former!r} has no attribute {name!r}")
-    value = getattr(module, name)
-    _warn(f"{former}.{name}", f"{module.__name__}.{name}")
-    return value
 
 
 def former_members(**present: str) -> Callable[[Any, str], Any]:

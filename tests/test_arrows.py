@@ -20,7 +20,7 @@ LOADERS = {"import_module", "__import__", "find_spec", "run_module", "run_path"}
 # What each room may import beside the standard library and itself; the first prefix holds.
 ALLOWED = {
     "sharding.folding.groups": {"sharding", "jax", "numpy", "jaxtyping", "matplotlib"},
-    "sharding.planner.report": {"sharding", "jax", "numpy", "jaxtyping", "matplotlib"},
+    "moe.planner.report": {"sharding", "moe", "jax", "numpy", "jaxtyping", "matplotlib"},
     "sharding": {"jax", "numpy", "jaxtyping"},
     "moe": {"sharding", "jax", "numpy", "jaxtyping", "flax", "safetensors"},
     "jrl.losses": {"jax", "jaxtyping"},
@@ -74,7 +74,7 @@ ABOVE = {
 MOE_ROOMS = (
     ("architecture", "execution", "remat"),
     ("config",),
-    ("adapters", "counts", "ops"),
+    ("adapters", "ops"),
     ("kernels", "weights"),
     ("attention", "head", "placement"),
     ("huggingface", "implementations", "tokens"),
@@ -170,9 +170,13 @@ def test_imports_follow_the_rules(room):
 @pytest.mark.parametrize(
     ("path", "line", "imported"),
     [
-        ("sharding/rules.py", "from moe.config import ModelConfig", "moe.config.ModelConfig"),
-        ("sharding/rules.py", "import flax", "flax"),
-        ("sharding/planner/cost.py", "import numpy, optax as o", "optax"),
+        (
+            "sharding/folding/mesh.py",
+            "from moe.config import ModelConfig",
+            "moe.config.ModelConfig",
+        ),
+        ("sharding/zero.py", "import flax", "flax"),
+        ("moe/planner/cost.py", "import numpy, optax as o", "optax"),
         ("moe/model.py", "def f():\n    import jrl.losses as losses", "jrl.losses"),
         ("moe/model.py", "from .. import jrl", "jrl"),
         ("moe/kernels/dot.py", "from ...jrl.losses import gae", "jrl.losses.gae"),
@@ -223,7 +227,10 @@ def test_forbidden_import_is_found(path, line, imported):
             "sharding/folding.py",
             "import math, jax\nfrom jaxtyping import Array\nimport numpy as np",
         ),
-        ("sharding/rules.py", "from .folding import FoldedMesh\nfrom sharding.folding import fold"),
+        (
+            "sharding/folding/mesh.py",
+            "from .folding import FoldedMesh\nfrom sharding.folding import fold",
+        ),
         (
             "moe/model.py",
             "from sharding.collectives import vary\nfrom . import routing\nimport flax",
@@ -407,7 +414,7 @@ def imports_at_once(path: Path) -> frozenset[str]:
 def test_commands_start_without_an_extra():
     """An extra is imported by the function that needs it, which says how to install it."""
     sources = {module_name(path)[0]: path for room in PACKAGES for path in files(room)}
-    commands = [*COMMANDS, "sharding.planner.__main__", "jrl.launch.__main__"]
+    commands = [*COMMANDS, "moe.planner.__main__", "jrl.launch.__main__"]
     waiting, seen, needed = [name for name in commands if name in sources], set(), {}
     while waiting:
         name = waiting.pop()
@@ -459,13 +466,9 @@ def _is_of_all(name):
 
 
 ASKS_THE_PLANNER = {
-    *(Path(f"jrl/trainer/setup/{name}.py") for name in ("fit", "memory", "plan_inputs")),
-    Path("moe/counts/__init__.py"),
-    Path("moe/planner/__init__.py"),
-    Path("moe/planner/__main__.py"),
-    Path("jrl/trainer/setup/planner.py"),
+    Path(f"jrl/trainer/setup/{name}.py") for name in ("fit", "memory", "plan_inputs", "planner")
 }
-"""Files that describe a network or a run to the planner, before a run starts."""
+"""Files that describe a run to the planner, before it starts."""
 
 
 def test_run_time_imports_no_planner():
@@ -474,16 +477,13 @@ def test_run_time_imports_no_planner():
         path
         for room in PACKAGES
         for path in files(room)
-        if not path.is_relative_to("sharding/planner")
+        if not path.is_relative_to("moe/planner")
         and any(
-            inside(name, "sharding.planner")
+            inside(name, "moe.planner")
             for name in imports((ROOT / path).read_text(encoding="utf-8"), path)
         )
     }
     assert importing == ASKS_THE_PLANNER
-    for path in files("sharding/costs"):
-        names = imports((ROOT / path).read_text(encoding="utf-8"), path)
-        assert not any(inside(name, "sharding.planner") for name in names), path
 
 
 SIZES = {"lines": 600, "modules": 12}

@@ -26,9 +26,9 @@ from jrl.recipes import RECIPES
 from jrl.report import __main__ as report
 from jrl.runs import __main__ as runs
 from jrl.tasks import __main__ as tasks
+from moe.planner.__main__ import PARSER as PLANNER
 from sharding import Layout
 from sharding.folding.__main__ import PARSER as FOLDING
-from sharding.planner.__main__ import PARSER as PLANNER
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -119,7 +119,6 @@ def test_there_are_commands():
         "sharding.folding",
         "benchmarks.planner.serving",
         "moe.planner",
-        "sharding.planner",
         "campaign.crossings",
         "campaign.faults",
         "campaign.faults.clean",
@@ -227,13 +226,8 @@ def test_folding_reads(command):
     FOLDING.parse_args(words_of(command)[2:])
 
 
-@pytest.mark.parametrize("command", given("sharding.planner"))
-def test_planner_reads(command):
-    PLANNER.parse_args(words_of(command)[2:])
-
-
 @pytest.mark.parametrize("command", given("moe.planner"))
-def test_planner_of_checkpoints_reads(command):
+def test_planner_reads(command):
     PLANNER.parse_args(words_of(command)[2:])
 
 

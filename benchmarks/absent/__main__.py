@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         "parts",
         nargs="*",
         metavar="PART",
-        help=f"{', '.join(PARTS)}; default: all. Or {PLAN} and the arguments of sharding.planner, "
+        help=f"{', '.join(PARTS)}; default: all. Or {PLAN} and the arguments of moe.planner, "
         "whose layouts are compiled",
     )
     command.add_argument(

@@ -3,7 +3,7 @@
     python -m benchmarks.absent exchanges                # every method, for eight servers of eight
 
 Programs are compiled for absent H100s, an experts layer forward and backward. Buffers count whole,
-used or not. Beside them is what the planner says (`sharding.costs.dispatch`).
+used or not. Beside them is what the planner says (`sharding.costs.transfer`).
 """
 
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ from typing import Any, cast
 from benchmarks.absent import compilers
 from benchmarks.absent.rows import HOPPER, Figures, folder_of, reason
 from benchmarks.absent.selection import Selection
-from sharding.costs.dispatch import TokenDispatch
 from sharding.costs.hardware import HARDWARE
+from sharding.costs.transfer import TokenDispatch
 from sharding.folding import Layout
 from sharding.overlap import collective_of, computations, device_groups
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.absent plan qwen3-30b-a3b --hardware h100x8 --tokens 32K --seq 2048 --top 1
 
-Arguments are those of `python -m sharding.planner`. Memory, kernel launches and exposed
+Arguments are those of `python -m moe.planner`. Memory, kernel launches and exposed
 communication of the compiled update are printed beside the planner's own.
 """
 
@@ -15,11 +15,6 @@ from benchmarks.absent import compilers
 from benchmarks.absent.descriptions import GPUS, TPUS
 from benchmarks.absent.rows import Figures, reason
 
-EXECUTION = (
-    *("remat", "fsdp", "activation_wire", "expert_chunks"),
-    *("two_batch_overlap", "overlap_grad_reduce"),
-)
-"""Fields that a `sharding.planner.method.Method` and a `moe.execution.Execution` share."""
 COLUMNS = ("layout", "memory", "compiled", "communication", "compiled", "launches", "seconds")
 
 
@@ -33,17 +28,16 @@ def main(arguments: Sequence[str]) -> int:
     """
     compilers.prepare()
     # They import JAX, which reads the environment.
-    from moe.planner import sizes_from
+    from moe.planner.__main__ import PARSER, batch_sizes, join_numbers, model_of, result_of
+    from moe.planner.report import align_columns
     from sharding.costs.hardware import parse
-    from sharding.planner.__main__ import PARSER, batch_sizes, join_numbers, model_of, result_of
-    from sharding.planner.report import align_columns
 
     args = PARSER.parse_args(join_numbers(arguments))
     try:
         hardware, devices = parse(args.hardware)
         check(args, hardware.name)
         shape = topology(hardware.name, hardware.domain, devices)
-        model = model_of(args.model, args.ignore_options, sizes_from)
+        model = model_of(args.model, args.ignore_options)
         sizes = network_fields(args.model, model, args.ignore_options)
         result = result_of(args, model)
     except (ValueError, OSError) as error:
@@ -102,15 +96,14 @@ def network_fields(name: str, model: Any, ignore: Sequence[str]) -> dict[str, An
 
     Args:
       name: of a preset, or path of a checkpoint.
-      model: `sharding.planner.models.ModelSizes` of it.
+      model: `moe.planner.models.ModelSizes` of it.
       ignore: options of config.json that are passed over.
 
     Raises:
       ValueError: for sizes that no network here has.
     """
     from moe.config import ModelConfig
-    from moe.counts import sizes_of
-    from sharding.planner.models import PRESETS
+    from moe.planner.models import PRESETS, sizes_of
 
     if name not in PRESETS:
         from moe.huggingface import config_from
@@ -152,7 +145,7 @@ def step_of(
     """The update of a plan, a `benchmarks.absent.steps.Step`.
 
     Args:
-      plan: of `sharding.planner.search`.
+      plan: of `moe.planner.search`.
       title: name of the network.
       sizes: fields of its `moe.config.ModelConfig`.
       device, shape: of `compilers.devices`.
@@ -161,7 +154,12 @@ def step_of(
     from benchmarks.absent.steps import Step
 
     layout, batch, method = plan.layout, plan.batch, plan.method
-    execution = {name: getattr(method, name) for name in EXECUTION}
+    # A run chooses the implementations of axes of one device.
+    execution = {
+        item.name: getattr(method.execution, item.name)
+        for item in fields(method.execution)
+        if item.name not in ("dispatch", "context")
+    }
     if layout.cp > 1:
         execution["context"] = method.context
     run = {"mu_dtype": method.mu_dtype, "gradient_wire": method.gradient_wire}

@@ -122,9 +122,9 @@ def predicted_bytes(step: Step) -> float | None:
     if step.kind != UPDATE:
         return None
     from jrl.trainer.setup.plan_inputs import method_of
-    from moe.counts import sizes_of
-    from sharding.planner.memory import memory
-    from sharding.planner.method import Batch
+    from moe.planner.memory import memory
+    from moe.planner.method import Batch
+    from moe.planner.models import sizes_of
 
     config, mesh = _network(step)
     layout = mesh.layout
@@ -132,14 +132,14 @@ def predicted_bytes(step: Step) -> float | None:
         step.rows, step.prompt + step.response, step.rows // step.micro_batches // layout.dp
     )
     method = method_of(Model(config, mesh), batch, _run_config(step))
-    return memory(sizes_of(config), layout, batch, method, config.execution.vocab_chunk).total
+    return memory(sizes_of(config), layout, batch, method).total
 
 
 def predicted_bytes_of_decoding(step: Step) -> float:
     """Bytes on a device of a co-located server, weights and KV cache."""
     from benchmarks.planner.serving.colocated import cache_bytes, weight_bytes
     from benchmarks.planner.serving.plan import Load
-    from moe.counts import sizes_of
+    from moe.planner.models import sizes_of
     from sharding.folding import Layout
 
     layout, model = Layout.parse(step.layout), sizes_of(network(step.sizes, **step.execution))
@@ -153,8 +153,8 @@ def predicted_bytes_of_decoding(step: Step) -> float:
 def predicted_bytes_of_half(step: Step) -> float | None:
     """Bytes on a device of attention or of experts, weights and KV cache; None for a prefill."""
     from benchmarks.planner.serving.plan import DevicePair, Load, Server
-    from moe.counts import sizes_of
     from moe.disaggregated.split import Split
+    from moe.planner.models import sizes_of
     from sharding.costs.hardware import HARDWARE
 
     if step.kind not in OF_DECODING:

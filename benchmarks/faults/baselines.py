@@ -17,10 +17,8 @@ from benchmarks.faults.models import SimulatedTraining, healthy_fleets, train_jo
 from jrl.faults.collect.fleet import NO_MACHINE, Alarm, Fleet
 from jrl.faults.collect.vocabulary import PRIORITY, PRODUCTION, meaning, search_order
 from jrl.faults.minder import vae
-from jrl.faults.minder.continuity import UNSEEN, Span, find_span
-from jrl.faults.minder.detect import Minder, Search, WindowScorer
-from jrl.faults.minder.embedding import Channels, Points, View, Windows, denoise
-from jrl.faults.minder.prepare import Prepared
+from jrl.faults.minder.detect import UNSEEN, Minder, Search, Span, WindowScorer, find_span
+from jrl.faults.minder.embedding import Channels, Points, Prepared, View, Windows, denoise
 from jrl.faults.outlier import MAD_TO_STD, nan_median
 from jrl.faults.shift import ShiftDetector, heavy_tailed
 

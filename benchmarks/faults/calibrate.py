@@ -17,8 +17,7 @@ from benchmarks.faults.outcomes import DETECTED, SILENT, WRONG, figures, map_in_
 from benchmarks.faults.simulate import Incident, Settings, simulate
 from jrl.faults.collect.fleet import NO_MACHINE
 from jrl.faults.minder import vae
-from jrl.faults.minder.continuity import Span, find_span
-from jrl.faults.minder.detect import Minder, ScoredFleet
+from jrl.faults.minder.detect import Minder, ScoredFleet, Span, find_span
 
 SEED = 100_000
 CLEAN_SEED = 150_000

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jrl.faults.plots import RED, style_axes
+from jrl.faults.replay import RED, style_axes
 from jrl.report.plots import BLUE, MUTED
 
 

@@ -108,7 +108,7 @@ def _prefill(
     settings: Settings, config: Any, weights: Callable[[], Any], rollout: Rollout
 ) -> Figures:
     from benchmarks.gpu.timed_backend import together
-    from moe.counts import training_flops
+    from moe.config import training_flops
 
     served = _served(config, weights(), rollout, 3, settings.seed)
     span = together(served.admissions)

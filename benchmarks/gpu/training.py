@@ -61,7 +61,7 @@ def _step(settings: Settings, config: Any, length: int, batch: int) -> Figures:
     import jax
 
     from benchmarks.moe_step import program
-    from moe.counts import training_flops
+    from moe.config import training_flops
     from moe.weights import num_parameters
 
     start, step = program(config)

@@ -10,13 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from moe.planner.cost import METHODS, SYSTEMS, System
+from moe.planner.models import PRESETS
+from moe.planner.report import align_columns
+from moe.planner.search import Choices, Plan, best_plan
 from sharding.costs.hardware import HARDWARE
 from sharding.folding import Layout
-from sharding.planner.cost import System
-from sharding.planner.models import PRESETS
-from sharding.planner.programs import METHODS, SYSTEMS
-from sharding.planner.report import align_columns
-from sharding.planner.search import Choices, Plan, best_plan
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Row:
     """A measurement.
 
     Attributes:
-      system: whose program, one of `sharding.planner.programs.SYSTEMS`.
+      system: whose program, one of `moe.planner.cost.SYSTEMS`.
       model: one of `PRESETS`.
       layout: its mapping. Neither paper gives ``vpp``: the one that the planner finds best.
       rows: sequences of a step.
@@ -121,7 +120,7 @@ def predict(row: Row, system: System) -> Plan | float:
         row.rows,
         row.time,
         CLUSTERS[row.system],
-        replace(method, fsdp=row.fsdp),
+        replace(method, reshards=row.fsdp),
         replace(system, hides_shards=not row.fsdp),
         choices,
     )
@@ -202,7 +201,7 @@ def _comparison_row(row: Row) -> tuple[str, ...]:
         return row.model, layout, "", "", "", published, "does not fit"
     mfu = 100 * plan.cost.mfu(CLUSTERS[row.system])
     star = " (calibrated)" if is_fitted(row) else ""
-    settings = str(plan.layout.vpp), plan.method.remat, str(plan.batch.micro_rows)
+    settings = str(plan.layout.vpp), plan.method.execution.remat, str(plan.batch.micro_rows)
     return row.model, layout, *settings, published, f"{mfu:.1f}{star}"
 
 

@@ -6,9 +6,9 @@ from itertools import chain
 from typing import Any, Literal
 
 from benchmarks.planner.calibration import CLUSTERS, MAPPINGS, MEGASCALE, SCALING, is_fitted
+from moe.planner.models import PRESETS
 from sharding.costs.hardware import HARDWARE
 from sharding.folding import Layout
-from sharding.planner.models import PRESETS
 
 Unit = Literal["MFU", "TFLOP/s", "tokens/s", "s"]
 """Percent of peak; per device; per device; of a step."""
@@ -26,7 +26,7 @@ class Evidence:
     """A published measurement.
 
     Attributes:
-      system: whose program, one of `sharding.planner.programs.SYSTEMS`.
+      system: whose program, one of `moe.planner.cost.SYSTEMS`.
       model: one of `PRESETS`.
       hardware: one of `DEVICES`.
       layout: its mapping; ``vpp`` is chosen by the planner where `micro_rows` is None.

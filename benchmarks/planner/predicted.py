@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 
 from benchmarks.planner.calibration import bisect, fit
 from benchmarks.planner.evidence import DEVICES, EVIDENCE, Evidence
+from moe.planner.cost import BLACKWELL, METHODS, Cost, System, cost
+from moe.planner.memory import memory
+from moe.planner.method import Batch, Method, with_fields
+from moe.planner.models import PRESETS
+from moe.planner.search import Choices, Plan, best_plan
 from sharding.folding import Layout
-from sharding.planner.cost import Cost, System, cost
-from sharding.planner.memory import memory
-from sharding.planner.method import Batch, Method
-from sharding.planner.models import PRESETS
-from sharding.planner.programs import BLACKWELL, METHODS
-from sharding.planner.search import Choices, Plan, best_plan
 
 MEDIAN, WORST, RANKS = 0.15, 0.40, 0.8
 """Goals: median and largest relative error of rows that nothing was fitted to, and least rank
@@ -126,10 +125,10 @@ def cost_of(row: Evidence, system: System) -> Cost | None:
         if row.remat is None:
             fitting = (
                 each
-                for each in (replace(method, remat=remat) for remat in Choices().remat)
+                for each in (with_fields(method, remat=remat) for remat in Choices().remat)
                 if memory(model, layout, batch, each).total <= hardware.memory
             )
-            method = next(fitting, replace(method, remat="full"))
+            method = next(fitting, with_fields(method, remat="full"))
         return cost(model, layout, batch, method, hardware, system)
     choices = Choices(
         (method.dispatch,), (method.context,), (method.storage,), micro_rows=(1, 2, 4, 8)
@@ -142,16 +141,11 @@ def cost_of(row: Evidence, system: System) -> Cost | None:
 def method_of(row: Evidence) -> Method:
     """Execution settings of a row. Programs of 2025 and later dispatch tokens with DeepEP."""
     method = METHODS["MegaScale-MoE" if row.system == "MegaScale-MoE" else "Megatron-Core"]
-    method = replace(method, fsdp=row.fsdp)
+    method = replace(method, reshards=row.fsdp)
     if row.micro_rows is None:
         return method
-    return replace(
-        method,
-        dispatch=row.dispatch,
-        remat=row.remat or "none",
-        repeats_experts=row.repeats_experts,
-        expert_block=row.expert_block,
-    )
+    method = replace(method, deepep_block=row.expert_block, repeats_experts=row.repeats_experts)
+    return with_fields(method, dispatch=row.dispatch, remat=row.remat or "none")
 
 
 @dataclass(frozen=True)

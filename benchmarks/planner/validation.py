@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from benchmarks.planner.evidence import EVIDENCE, Evidence
 from benchmarks.planner.predicted import Accuracy, Row, accuracy_of, predict
-from sharding.planner.report import align_columns
+from moe.planner.report import align_columns
 
 
 def evidence_table() -> str:

@@ -20,7 +20,7 @@ from campaign.faults.moments import LIMIT
 from campaign.faults.program import MODEL
 from campaign.faults.settings import SETTINGS, write_inputs
 from jrl.faults.collect.record import read_folder
-from jrl.faults.drain import read_drains
+from jrl.faults.guard import read_drains
 from jrl.runs.records import read_metrics
 
 CLEAN_SETTINGS = SETTINGS | {

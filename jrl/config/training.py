@@ -26,7 +26,7 @@ class TrainingSettings:
     """Random seed of the run. The same seed on the same kind of machine gives the same run."""
     layout: str = setting("dp1", changeable=True)
     """Layout of the devices (parallelism), for example "tp2 dp2 / ep4"; "auto" takes the layout of
-    all devices that the planner (`sharding.planner`) predicts to be fastest."""
+    all devices that the planner (`moe.planner`) predicts to be fastest."""
     devices: int | None = setting(None, minimum=1, changeable=True)
     """Number of fake CPU devices, over all processes; None takes the real ones."""
     mu_dtype: Literal["float32", "bfloat16"] = "float32"

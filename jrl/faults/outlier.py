@@ -17,7 +17,7 @@ MAD_TO_STD = 1.4826
 
 
 def nan_median(values: np.ndarray, axis: int) -> np.ndarray:
-    """The median of the numbers along an axis, NaN where there is none; no warning for that."""
+    """The median of the numbers along an axis, NaN if there are none; no warning for that."""
     return sorted_median(np.moveaxis(np.sort(values, axis=axis), axis, -1))
 
 
@@ -99,7 +99,7 @@ class OutlierDetector:
         return long_enough and bool((num_machines >= 3).any())
 
     def scores(self, values: Float[np.ndarray, "machine time"], period: float | int) -> np.ndarray:
-        """``[machine, window]`` scores of one metric; NaN where a machine cannot be compared.
+        """``[machine, window]`` scores of one metric; NaN if a machine cannot be compared.
 
         Fewer than three machines cannot be compared: of two that differ, either may
         be the faulty one.
@@ -109,7 +109,7 @@ class OutlierDetector:
             return np.full((values.shape[0], max(0, values.shape[1] - width + 1)), np.nan)
         middle = nan_median(np.lib.stride_tricks.sliding_window_view(values, width, axis=1), 2)
         typical = nan_median(middle, 0)
-        # Values are clipped at a thousandth of the typical one; where that is 0, all are equal.
+        # Values are clipped at a thousandth of the typical one; if that is 0, all are equal.
         positive = np.where(typical > 0, typical, np.nan)
         logs = np.log(np.maximum(middle, 1e-3 * positive))
         deviation = np.abs(logs - nan_median(logs, 0))

@@ -10,6 +10,10 @@ A machine's fault differs from a pause. Other machines that wait for it lose a p
 some metrics: they spin in collectives and are reported as busy. In a pause most metrics of most
 machines fall together. So windows of other work remain: machines are compared in them by ratios,
 which change little with the work (`Work`).
+
+Within a training step machines compute and communicate. Windows that are shorter than a step
+alternate between the two, and a machine deviates in some of them only. So windows are as long as a
+step, whose length shows in the rhythm of the GPUs' activity (`step_seconds`).
 """
 
 from dataclasses import dataclass
@@ -41,6 +45,14 @@ SETTLING = 60.0
 MAX_SAMPLED = 128
 """Maximum number of machines in the median over a fleet, as more hardly change it; also of windows
 whose work is tried as the most frequent."""
+MAX_RHYTHM = 16
+"""Maximum number of machines whose rhythm is averaged."""
+ALTERNATES = 0.08
+"""Least relative standard deviation, over the metrics of activity, by which windows alternate."""
+CLEAR = 0.25
+"""Least height of a peak of the autocorrelation above the least value before it."""
+NEARLY = 0.8
+"""Of peaks that are nearly as high the shortest is the step; the others are its multiples."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +64,9 @@ class Grid:
       part: samples whose middle half is averaged; a longer window is the mean of its parts.
       hop: samples from one window to the next.
       overlap: windows from one to the first that shares no sample with it.
-      length: windows wholly inside the time of continuity; two more where a window is one or
-        two samples. With windows of a step as many more as begin in it, since a mean also shows
-        what a part of its window has.
+      length: windows wholly inside the time of continuity; two more if a window is one or two
+        samples. With windows of a step as many more as begin in it, since a mean also shows what a
+        part of its window has.
       recent: number of windows just before a moment.
       lag: windows between the two whose difference measures noise: a minute, at least `overlap`.
     """
@@ -110,7 +122,8 @@ class Grid:
         return np.lib.stride_tricks.sliding_window_view(values, self.width, axis=1)[:, :: self.hop]
 
     def middles(self, values: Float[np.ndarray, "row time"]) -> Float[np.ndarray, "row window"]:
-        """Mean of the middle half of the first `part` samples of each window; NaN without any."""
+        """Mean of the middle half of the first `part` samples of each window; NaN if it has
+        none."""
         parts = np.lib.stride_tricks.sliding_window_view(values, self.part, axis=1)[:, :: self.hop]
         return middle_mean(np.sort(parts, axis=2))
 
@@ -133,9 +146,9 @@ class Grid:
 class Work:
     """Windows in which the fleet works.
 
-    The metrics are those of activity (`GPU_ACTIVITY`, or CPU usage without GPUs), each as the
-    median over the fleet. The *full level* of a metric is the one that half of `continuity`
-    reaches, as the record may begin in a long pause. Left out are
+    The metrics show activity (`GPU_ACTIVITY`, or CPU usage without GPUs), each as the median over
+    the fleet. The *full level* of a metric is the one that half of `continuity` reaches, as the
+    record may begin in a long pause. Left out are
 
     * pauses: windows of which a quarter or more is below `PAUSED` of the full level of such
       quarters, in more than half of the metrics. Metrics that are near 0 for a part of each step
@@ -145,9 +158,8 @@ class Work:
 
     Attributes:
       windows: their indices.
-      same: true for those of the most frequent work. In the others `UNLIKE` of the metrics or more
-        differ by more than `SAME_WORK` from it: an evaluation, rollouts, or a fault for which all
-        wait.
+      same: true for the most frequent work. In the others `UNLIKE` of the metrics or more differ by
+        more than `SAME_WORK` from it: an evaluation, rollouts, or a fault for which all wait.
     """
 
     windows: Int[np.ndarray, "selected"]
@@ -188,7 +200,7 @@ def activity_metrics(fleet: Fleet) -> list[str]:
 def middle_mean(ordered: Float[np.ndarray, "row window sample"]) -> np.ndarray:
     """Mean without the lowest and the highest quarter, of samples that are sorted, NaN last.
 
-    A median jumps between two levels where a metric has each for half of the time, as in a step.
+    A median jumps between two levels if a metric has each for half of the time, as in a step.
     """
     size = ordered.shape[-1]
     count = np.isfinite(ordered).sum(axis=-1)
@@ -226,7 +238,8 @@ def _most_below(shares: Float[np.ndarray, "metric window"], limit: float) -> np.
 def _end_of_restart(
     shares: Float[np.ndarray, "metric window"], grid: Grid, period: float | int
 ) -> int:
-    """The first window after the last restart, when all machines work again; 0 without one."""
+    """The first window after the last restart, when all machines work again; 0 if there was
+    none."""
     step = grid.hop * period
     # A window longer than a part has its lowest quarter in a pause for longer.
     least = RESTART + (grid.width - grid.part) * period / 2
@@ -259,3 +272,51 @@ def _most_frequent(
     same = same_work(typical, SAME_WORK)
     other = np.concatenate([[False], mask & ~same, [False]])
     return same & ~other[2:] & ~other[:-2]
+
+
+def step_seconds(fleet: Fleet, longest: float | int, window: float | int) -> float:
+    """Seconds of a training step of at most `longest`; 0 if means over `window` hardly alternate.
+
+    If the step changes, as by a fault for which all wait, it is the longer of two: each half of the
+    record has its own.
+    """
+    rows = np.random.default_rng(0).permutation(len(fleet.machines))[:MAX_RHYTHM]
+    columns = [fleet.metrics.index(name) for name in activity_metrics(fleet)]
+    most = int(longest / fleet.period)
+    if not columns or most < 2:
+        return 0.0
+    half = fleet.num_samples // 2
+    values = fleet.values[rows][:, columns].reshape(-1, fleet.num_samples)
+    values = moving_mean(values, max(1, round(window / fleet.period)))
+    lags = [_period(part, most) for part in (values[:, :half], values[:, half:])]
+    return max(lags) * fleet.period
+
+
+def _period(values: Float[np.ndarray, "row time"], most: int) -> int:
+    """Lag, in samples, of the first high peak of the mean autocorrelation; 0 if there is none."""
+    size = values.shape[1]
+    if size < 3 * most:
+        return 0
+    middle = nan_median(values, 1)[:, None]
+    rest = np.nan_to_num((values - middle) / np.maximum(np.abs(middle), 1e-9))
+    # A pause is far from all else, once: it is limited to what a step does.
+    limit = np.quantile(np.abs(rest), 0.8, axis=1, keepdims=True)
+    rest = np.clip(rest, -limit, limit)
+    rest -= rest.mean(axis=1, keepdims=True)
+    power = np.abs(np.fft.rfft(rest, 2 * size, axis=1)) ** 2
+    correlation = np.fft.irfft(power.sum(axis=0))[: most + 2]
+    if not correlation[0] > 0:
+        return 0
+    variance = correlation[0] / values.size
+    correlation = correlation / correlation[0] * size / (size - np.arange(most + 2))
+    before = np.minimum.accumulate(correlation)
+    lags = np.arange(2, most + 1)
+    peak = (correlation[lags] >= correlation[lags - 1]) & (
+        correlation[lags] > correlation[lags + 1]
+    )
+    peak &= correlation[lags] * variance > ALTERNATES**2
+    clear = peak & (correlation[lags] - before[lags] > CLEAR)
+    if not clear.any():
+        return 0
+    high = clear & (correlation[lags] >= NEARLY * correlation[lags[clear]].max())
+    return int(lags[high.argmax()])

@@ -32,13 +32,13 @@ class FaultSettings:
     """Fewest seconds between two drains of the run; alarms in between are told."""
     min_processes: int | None = setting(None, minimum=1)
     """Elastic training: fewest processes with which the run continues, on a layout with a smaller
-    dp, after a drain or where it is started with fewer devices than its layout has. Without a legal
-    layout alarms are told, and the start is an error. `elastic` of python -m jrl.launch sets it.
-    None leaves the processes to the scheduler, and the layout as it is."""
+    dp, after a drain or a start with fewer devices than its layout has. If no layout is legal,
+    alarms are told, and the start is an error. `elastic` of python -m jrl.launch sets it. None
+    leaves the processes to the scheduler, and the layout as it is."""
 
     @property
     def fault_command(self) -> str | None:
-        """Shell command for each alarm; None without one."""
+        """Shell command for each alarm, if there is one."""
         return None if self.on_fault in (None, TELL, DRAIN) else self.on_fault
 
     def __post_init__(self):

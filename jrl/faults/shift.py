@@ -14,8 +14,7 @@ from jaxtyping import Float, Float64, Int
 from jrl.faults.collect.fleet import NO_MACHINE, Alarm, Fleet, Report, Trace
 from jrl.faults.collect.vocabulary import PRIORITY, find_recorded, groups_of, search_order
 from jrl.faults.outlier import MAD_TO_STD, nan_median, sorted_median
-from jrl.faults.pauses import SAME_WORK, Grid, Work
-from jrl.faults.rhythm import step_seconds
+from jrl.faults.pauses import SAME_WORK, Grid, Work, step_seconds
 
 LONGEST_PERIOD = 60.0
 """Maximum seconds between two samples, as four minutes have too few samples beyond it."""
@@ -47,8 +46,8 @@ class ShiftDetector:
     same work (`jrl.faults.pauses.Work`), and heavy-tailed metrics in logarithms:
 
     1. ``x`` is a machine's value minus the median over all machines, and ``d = x / spread``. The
-       spread is ``1.4826 / sqrt(2)`` times the median of ``|x(t + 1 min) - x(t)|``: the larger of
-       the machine's own and that of all machines, and of that of all machines over `continuity`
+       spread is ``1.4826 / sqrt(2)`` times the median of ``|x(t + 1 min) - x(t)|``: the largest of
+       three: the machine's own, the median over all machines, and the latter over `continuity`
        instead of a minute. It is at least `resolution` times the metric's typical value.
     2. The *level* of the `continuity` seconds from a moment on is what `share` of their windows
        reach, on one side. *Before* is the largest, on the side of the level, of three: the median
@@ -58,21 +57,21 @@ class ShiftDetector:
        `continuity` that ends ``i * continuity`` before the moment, on the side of the level, and
        ``c`` the time from the middle of ``m(0)`` to the first window that the level has to reach,
        in `continuity`. Where the record has less than ``m(1)`` needs, it is ``m(0)``.
-    3. The score is the part of the level that is new, ``level - max(0, before)``, where that is at
-       least half of the level, else 0. It is divided by ``1 + g / continuity`` where a pause or
-       other work of ``g`` seconds, beyond the first `recent`, is between the windows just before
-       and the middle of the level: a machine that drifts is farther away after it.
+    3. The score is the part of the level that is new, ``level - max(0, before)``, if at least half
+       of the level, else 0. It is divided by ``1 + g / continuity`` if a pause or other work of
+       ``g`` seconds, beyond the first `recent`, is between the windows just before and the middle
+       of the level: a machine that drifts is farther away after it.
     4. The score of a metric counts if it reaches `threshold`, and `RATIO` times the score that one
-       machine of `ONE_IN` has in that metric (the 17th in small fleets: those of one pipeline share
-       a fault), at any moment, also with less than `past` before it. Where noise is slow, or many
-       machines change, one of them is no outlier. A score of `RATIO` times `threshold` always
+       machine of `ONE_IN` has in that metric (the 17th in small fleets: the machines of a pipeline
+       share a fault), at any moment, also with less than `past` before it. Where noise is slow, or
+       many machines change, one of them is no outlier. A score of `RATIO` times `threshold` always
        counts.
 
     The machine with the greatest score that counts is named, over metrics and moments. Metrics that
-    one cause moves together, those of a GPU's activity, count as one more metric, their mean: what
-    is small in each of them is large in all.
+    one cause moves together, a GPU's activity, count as one more metric, their mean: what is small
+    in each of them is large in all.
 
-    If training steps are longer than windows, these cover a whole step (`jrl.faults.rhythm`).
+    If training steps are longer than windows, these cover a whole step (`jrl.faults.pauses`).
 
     A metric whose level over the fleet changes by `SAME_WORK` is compared in logarithms: machines
     that differ for good keep their ratios when the work changes. Its spread is at least so large
@@ -124,7 +123,7 @@ class ShiftDetector:
             )
 
     def __call__(self, fleet: Fleet) -> list[Alarm]:
-        """The machine that has shifted away from the others; an empty list where none has."""
+        """The machine that has shifted away from the others; an empty list if none has."""
         return self.examine(fleet).alarms
 
     def examine(self, fleet: Fleet) -> Report:
@@ -230,7 +229,7 @@ class ShiftDetector:
             scores, signs = onset_scores(away, grid, self.share, self.threshold / RATIO)
             gaps = _gaps(times, grid, grid.hop * fleet.period)
             scores /= 1 + gaps / np.float32(self.continuity)
-            # Noise is that of all moments, for more of them measure it better.
+            # Noise is measured over all moments, as more of them measure it better.
             threshold = self._threshold(scores)
             scores[:, : self._first_moment(fleet, grid)] = 0
             leader, top = scores.argmax(axis=0), scores.max(axis=0)
@@ -343,7 +342,7 @@ def _spreads(away: Deviations, grid: Grid, least: float) -> Float[np.ndarray, "m
 
     Slow noise is larger over `continuity` than over a minute. A machine's own is not taken over so
     long a time, in which its fault may begin. Windows of a step average more samples; their spread
-    is that of one part, so that slow noise weighs as much.
+    is one part's, so that slow noise weighs as much.
     """
     scale = MAD_TO_STD / 2**0.5 * (grid.width / grid.part) ** 0.5
     moves = np.abs(away[:, grid.lag :] - away[:, : -grid.lag])
@@ -357,7 +356,7 @@ def _spreads(away: Deviations, grid: Grid, least: float) -> Float[np.ndarray, "m
 
 
 def _typical(values: np.ndarray) -> float:
-    """Typical absolute value of a metric: the median, or where that is 0 the mean or 1e-30."""
+    """Typical absolute value of a metric: the median, or if 0 the mean or 1e-30."""
     sizes = np.abs(values[np.isfinite(values)])
     middle = float(np.median(sizes)) if sizes.size else 0.0
     return middle if middle > 0 else max(float(sizes.mean(dtype=np.float64)), 1e-30)
@@ -381,7 +380,7 @@ def heavy_tailed(values: Float[np.ndarray, "machine time"]) -> bool:
 def _combine_deviations(deviations: Sequence[np.ndarray], grid: Grid, least: float) -> np.ndarray:
     """Mean of deviations that one cause moves together, in units of the mean's own spread.
 
-    The mean of independent metrics varies less than each of them, that of equal ones as much.
+    The mean of independent metrics varies less than each of them, the mean of equal ones as much.
     """
     mean = sum(deviations[1:], deviations[0]) / len(deviations)
     return mean / _spreads(mean, grid, least)[:, None]
@@ -407,9 +406,9 @@ def onset_scores(
 ) -> tuple[Scores, Scores]:
     """The part of each machine's level that is new, and its sign, for every moment.
 
-    Moment k is the window ``overlap + k``: at least one window without a sample of the level
-    precedes it. Machines with samples in less than half of a level's windows score 0. So do those
-    whose scores are all below `least`, which are most, and take little time. See `ShiftDetector`.
+    Moment k is the window ``overlap + k``: at least one window that shares no sample with the level
+    precedes it. Machines with samples in less than half of a level's windows score 0. So do most
+    machines, whose scores are all below `least`; they take little time. See `ShiftDetector`.
     """
     shape = len(away), away.shape[1] - grid.overlap - grid.length + 1
     scores, signs = np.zeros(shape, np.float32), np.ones(shape, np.float32)
@@ -479,7 +478,7 @@ def _trend(latest: Scores, grid: Grid, share: float | int) -> Scores:
     """Change of `latest` until the level has to be reached, by each machine's trend.
 
     `latest` is the median over the last `grid.length` windows at each moment. The trend is its
-    difference from that of as many windows before those, 0 where not all of them are in the record:
+    difference from the median over as many windows before, 0 if some of them are not in the record:
     of fewer the noise is too large. Windows of other work are no time here: `_gaps` counts them.
     """
     ahead = (grid.length - 1) / 2 + grid.overlap + int((1 - share) * grid.length + 1e-9)
@@ -490,7 +489,7 @@ def _trend(latest: Scores, grid: Grid, share: float | int) -> Scores:
 
 
 def _trailing(away: np.ndarray, width: int) -> np.ndarray:
-    """Each entry and those before it, `width` in all; NaN where there are fewer."""
+    """Each entry and those before it, `width` in all; NaN if there are fewer."""
     padding = np.full((len(away), width - 1), np.nan, away.dtype)
     padded = np.concatenate([padding, away], axis=1)
     return np.lib.stride_tricks.sliding_window_view(padded, width, axis=1)

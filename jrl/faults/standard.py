@@ -7,18 +7,20 @@ from itertools import islice
 
 import numpy as np
 
-from jrl.faults.collect.error_codes import CAUSES, ErrorCode, error_code
 from jrl.faults.collect.fleet import Alarm, Fleet, Report
 from jrl.faults.collect.vocabulary import (
+    CAUSES,
     SLOWDOWN,
     STEP_TIME,
+    ErrorCode,
+    error_code,
     gpu_of,
     is_code,
     is_error_rate,
     is_fatal,
 )
 from jrl.faults.outlier import OutlierDetector
-from jrl.faults.remote.devices import mask_dips
+from jrl.faults.remote.series import mask_dips
 from jrl.faults.shift import ShiftDetector
 
 SILENCE = "silence"
@@ -43,10 +45,10 @@ class StandardDetector:
       continuity: seconds for which a machine has to be an outlier; at least 240 for the fourth
         check.
       threshold: of the fourth check, in spreads.
-      silence: seconds without a sample.
+      silence: seconds after the last sample.
       window: seconds of a window of the third check.
       metrics: metrics to compare, by any name of `jrl.faults.collect.vocabulary`; all by default.
-      past: see `ShiftDetector`; more than twice a slowdown of 150 s that recovers, which is then
+      past: see `ShiftDetector`; more than twice a slowdown of 150 s that recovers, so that it is
         less than half of the time before.
       codes: causes, a subset of `CAUSES`, for which an error code names its machine in the first
         check. The others are reported in the notes.
@@ -102,15 +104,16 @@ class StandardDetector:
 
 @dataclass(frozen=True)
 class SilenceDetector:
-    """Names machines without a sample for `seconds` in which at least half of the others had some.
+    """Names machines that had no sample for `seconds` in which at least half of the others had
+    some.
 
     A metric that a machine reported before and no longer reports, while the others do, is named as
-    well: a GPU that fell off its bus leaves its exporter without a series. A metric that has no
+    well: a GPU that fell off its bus leaves its exporter no series. A metric that has no
     sample yet is not silent, unless it never gets any; nor is a metric whose exporter reports that
     it has no value (`Fleet.blank`), while it has values of another metric of that GPU.
 
     Attributes:
-      seconds: time without a sample.
+      seconds: time after the last sample.
     """
 
     seconds: float | int = 240.0
@@ -179,9 +182,9 @@ def moved_counters(fleet: Fleet, causes: Collection[str] = ("machine",)) -> list
     """Alarms for machines on which a counter of fatal errors increased or an error code changed.
 
     Examples are uncorrectable ECC errors, XIDs and links that went down. The alarms are raised
-    immediately, without a comparison of machines. If a metric changed on more than half of the
-    machines, one of them made the others fail, and only the first is named. An error code names its
-    machine if its cause is one of `causes`; `other_codes` lists the rest.
+    immediately; no machines are compared. If a metric changed on more than half of the machines,
+    one of them made the others fail, and only the first is named. An error code names its machine
+    if its cause is one of `causes`; `other_codes` lists the rest.
     """
     alarms: list[Alarm] = []
     for column, metric in enumerate(fleet.metrics):

@@ -26,8 +26,7 @@ from jrl.faults.collect.fleet import INCOMPARABLE, Detector
 from jrl.faults.collect.vocabulary import find_recorded
 from jrl.faults.remote.exporters import SELECTOR
 from jrl.faults.remote.fetch import Limits
-from jrl.faults.remote.pages import Pages
-from jrl.faults.remote.prometheus import SERVER_LIMITS, Prometheus, SampleSource
+from jrl.faults.remote.prometheus import SERVER_LIMITS, Pages, Prometheus, SampleSource
 from jrl.faults.settings import DRAIN, TELL
 from jrl.faults.watcher import (
     MIN_MACHINES,
@@ -72,7 +71,7 @@ class WatchOptions(DetectorOptions):
     seconds: float = RECORD_SECONDS
     """Length of the time window of each detection pass, up to now."""
     silence: float = 60.0
-    """Seconds without a sample after which a process that did not report its end raises an
+    """Seconds after its last sample from which on a process that did not report its end raises an
     alarm."""
     interval: float | None = None
     """Seconds between two detection passes; by default 1 for runs, 15 for network sources."""
@@ -173,7 +172,7 @@ def _source(request: WatchOptions) -> SampleSource:
 
 
 def _read_acknowledged(path: str | None) -> set[str]:
-    """The names in a file; none where there is no file yet."""
+    """The names in a file; none if there is no file yet."""
     if path is None or not Path(path).exists():
         return set()
     return {line.strip() for line in Path(path).read_text().splitlines() if line.strip()}

@@ -13,11 +13,9 @@ from typing import Literal
 
 import numpy as np
 
-from jrl.faults.collect.align import Aligned, Process, align
-from jrl.faults.collect.error_codes import Cause
-from jrl.faults.collect.fleet import Alarm, Detector, Fleet, Report
+from jrl.faults.collect.fleet import Alarm, Aligned, Detector, Fleet, Process, Report, align
 from jrl.faults.collect.record import Follower
-from jrl.faults.collect.vocabulary import PRIORITY
+from jrl.faults.collect.vocabulary import PRIORITY, Cause
 from jrl.faults.outlier import OutlierDetector
 from jrl.faults.remote.exporters import (
     Sorted,
@@ -50,7 +48,7 @@ class DetectorOptions:
     """Settings of the detector on a command line."""
 
     detector: Literal["standard", "outlier", "minder"] = "standard"
-    """Detector of the faulty machine: standard, that of training, looks for errors, silence, a step
+    """Detector of the faulty machine: standard, as in training, looks for errors, silence, a step
     time that is off by a factor and a shift in any metric; outlier only for the third, minder is
     the paper's method."""
     window: float = 8.0
@@ -62,12 +60,12 @@ class DetectorOptions:
     spreads of the others (4 is a factor of at least 2.2), for standard a shift in spreads of
     healthy machines, for minder in their distances from each other."""
     models: str | None = None
-    """File of denoising models for minder, as python -m jrl.faults train writes it; by default
-    those of the package."""
+    """File of denoising models for minder, as python -m jrl.faults train writes it; by default the
+    package's."""
     metrics: tuple[str, ...] = ()
     """Metrics to compare, the most telling first; the first that names a machine ends the search.
-    By default all for standard, step/time and cpu/process for outlier, those of production too for
-    minder."""
+    By default all for standard, step/time and cpu/process for outlier, Minder's production metrics
+    too for minder."""
     xid: tuple[Cause, ...] = ("machine",)
     """Causes of XID errors that raise an alarm, for standard: some of machine, program and unknown.
     The others are reported in a note."""
@@ -128,7 +126,7 @@ class DetectionPass:
         of them have samples.
       processes: state of all machines.
       alarms: the current ones.
-      raised: those of machines that had no alarm in the previous pass.
+      raised: alarms of machines that had none in the previous pass.
       unreadable: one line for each file or address that cannot be read.
       notes: what could not be compared and why, one line each.
       comparable: true if anything was compared.
@@ -190,7 +188,7 @@ class Watcher:
         have an empty name.
       detector: names the outlier machines.
       seconds: length of the compared record.
-      silence_timeout: a process without a sample for so many seconds raises an alarm, if it had
+      silence_timeout: a process that has no sample for so many seconds raises an alarm, if it had
         samples after the youngest running process started; None never.
       acknowledged: see `AlarmTracker`.
     """
@@ -265,7 +263,7 @@ class RemoteWatcher:
       source: source of the samples.
       detector: names the outlier machines.
       seconds: length of the compared record.
-      silence: a machine without a sample for so many seconds is called silent.
+      silence: a machine that has no sample for so many seconds is called silent.
       label: names the machine, see `build_fleet`.
       requested: names of exporters that are compared although they are unknown.
       acknowledged: see `AlarmTracker`.
@@ -347,7 +345,8 @@ class RemoteWatcher:
         return Fleet((), (), 0.0), notes
 
     def _unanswered(self, fleet: Fleet, absent: Mapping[str, float], now: float) -> list[Alarm]:
-        """Alarms for machines without a sample that have not answered for long, while others do."""
+        """Alarms for machines that have no sample and have not answered for long, while others
+        do."""
         if len(absent) >= len(fleet.machines):
             return []
         least = max(self._silence, SilenceDetector.seconds)
@@ -381,7 +380,7 @@ def examine(fleet: Fleet, detector: Detector) -> Report:
 def trim_to_common_start(fleet: Fleet) -> Fleet:
     """The fleet from the time on at which every machine has had a sample.
 
-    Machines without any sample are ignored.
+    Machines that have no sample are ignored.
     """
     has_sample = np.isfinite(fleet.values).sum(axis=1) > 0
     first_samples = [int(np.flatnonzero(row)[0]) for row in has_sample if row.any()]

@@ -1,4 +1,7 @@
-"""Launch over Ray: Ray Train's JaxTrainer starts, watches and restarts the processes of a run."""
+"""Launch over Ray: Ray Train's JaxTrainer starts, watches and restarts the processes of a run.
+
+`train` is the training program in a worker, after Ray has connected the processes.
+"""
 
 import os
 import time
@@ -9,7 +12,47 @@ from typing import Any
 
 from jrl.checks import import_extra
 from jrl.launch.program import Program
-from jrl.launch.ray_worker import train
+from jrl.processes.coordinator import all_arrive
+from jrl.processes.stopping import Supervisor
+
+END_SECONDS = 30.0
+"""Seconds that a process which rejects its arguments waits for the others to reject them too."""
+
+
+class RaySupervisor(Supervisor):
+    """Reports steps to Ray Train, and asks it whether a node is about to be taken back."""
+
+    def __init__(self) -> None:
+        self._saved_for: frozenset[str] = frozenset()
+
+    def step_ended(self, step: int, metrics: Mapping[str, float]) -> bool:
+        import ray.train
+
+        ray.train.report({"step": step, **metrics})
+        info = ray.train.get_preemption_info()
+        if info is None:
+            return False
+        # One checkpoint for each node: training goes on until Ray restarts it.
+        nodes = frozenset(info.preempted_node_ids)
+        is_new = not nodes <= self._saved_for
+        self._saved_for |= nodes
+        return is_new
+
+
+def train(config: Mapping[str, Any]) -> int:
+    """Trains in this process, and returns the exit status; RuntimeError if the run failed.
+
+    Ray restarts all workers if one raises. Status 2, wrong input, comes again at every restart, and
+    is returned if all processes have it.
+    """
+    os.chdir(config["working_directory"])
+    from jrl import train as program
+
+    status = program.main(config["arguments"], RaySupervisor())
+    if status == 0 or (status == 2 and all_arrive("wrong input", END_SECONDS)):
+        return status
+    raise RuntimeError(f"the training program ended with status {status}")
+
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 
@@ -124,8 +167,8 @@ def worker_environment(kind: str) -> dict[str, str]:
     variables = {
         # Its handler of SIGTERM would replace Ray's own.
         "JAX_ENABLE_PREEMPTION_SERVICE": "0",
-        # Ray would send what a process prints past its standard output, which is muted in all
-        # processes but the first.
+        # Ray would send what a process prints past its standard output, muted in all processes but
+        # the first.
         "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
         "PYTHONUNBUFFERED": "1",
     }

@@ -1,6 +1,6 @@
 """Launch over ssh: one process of the run on each host, all of which end when one fails.
 
-A run that is drained (`jrl.faults.drain`) is started again without the host of the alarm. Nothing
+A run that is drained (`jrl.faults.guard`) is started again without the host of the alarm. Nothing
 else is restarted.
 """
 
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
-from jrl.faults.drain import Drain, read_drains
+from jrl.faults.guard import Drain, read_drains
 from jrl.launch.program import MODULE, Program
-from jrl.processes.supervisor import DRAINED
+from jrl.processes.stopping import DRAINED
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
 """Without passwords, and with an end when a host does not answer for a minute."""

@@ -5,14 +5,17 @@ in the same order. What could differ between them (a verifier that timed out, a 
 disk) is decided by one of them, or by all together, through the functions of this file. In a run of
 one process they return their argument.
 
-All of them but `is_main_process`, `is_multiprocess` and `to_devices` are collectives: every process
-has to call them, in the same order.
+All of them but `is_main_process`, `is_multiprocess`, `to_devices` and those that describe the
+software of this process are collectives: every process has to call them, in the same order.
 """
 
 import json
 from collections.abc import Callable, Mapping
 from functools import cache
+from hashlib import sha256
+from importlib import metadata
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +30,11 @@ from sharding.sharded_jit import DeviceJit
 
 MAX_DIFFERENCES = 8
 """Differences between two processes that a message lists."""
+PACKAGES = ("jrl-reasoning", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+"""Packages that a run's values and files depend on."""
+SOURCE_ROOT = Path(__file__).parents[2]
+SOURCE_PACKAGES = ("jrl", "moe", "sharding")
+HASH_LENGTH = 12
 
 
 def is_multiprocess() -> bool:
@@ -113,8 +121,8 @@ def to_every_host(tree: Any, mesh: FoldedMesh) -> Any:
 
 
 def to_devices(tree: Any, sharding: NamedSharding) -> Any:
-    """`jax.device_put` of arrays on the host, or on this process's default device, which are equal
-    in all processes; nothing is sent between them."""
+    """`jax.device_put` of arrays on the host, or on this process's default device, equal in all
+    processes; nothing is sent between them."""
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
 
@@ -226,3 +234,43 @@ def _pad(content: np.ndarray, size: int) -> np.ndarray:
 
 def _decode(padded: Any, size: int) -> Any:
     return json.loads(np.asarray(padded)[:size].tobytes())
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of `PACKAGES`; jrl itself may be imported from a checkout."""
+    return {package: _installed_version(package) for package in PACKAGES}
+
+
+def source_hashes() -> dict[str, str]:
+    """Hashes of the library's Python files, by path, for example jrl/train.py."""
+    paths = (path for name in SOURCE_PACKAGES for path in (SOURCE_ROOT / name).rglob("*.py"))
+    return {
+        path.relative_to(SOURCE_ROOT).as_posix(): short_hash(path.read_bytes())
+        for path in sorted(paths)
+    }
+
+
+def short_hash(content: bytes) -> str:
+    """First digits of a SHA-256, by which people tell two contents apart."""
+    return sha256(content).hexdigest()[:HASH_LENGTH]
+
+
+def check_same_software() -> None:
+    """Raises ValueError, in all processes, with the differences to process 0, unless all run the
+    same versions of `PACKAGES` and the same source files."""
+    software, hashes = installed_versions(), source_hashes()
+    # Files are compared one by one only if they differ: then each is named.
+    if len(set(gather(sha256(json.dumps(hashes).encode()).hexdigest()))) > 1:
+        software |= hashes
+    check_same(
+        software,
+        "runs other software than",
+        "Install the same version of jrl and of its packages on every machine.",
+    )
+
+
+def _installed_version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,7 +1,15 @@
-"""Start and shutdown of the processes of a run, through `jax.distributed`."""
+"""Start and shutdown of the processes of a run, through `jax.distributed`, and their messages
+through JAX's coordination service, for which no device is used.
+
+Gloo announces the address of a machine's own name. On Debian and Ubuntu the hosts file gives that
+name 127.0.1.1, which means another machine on every machine: the processes then wait for each other
+until a time limit. So `check_reachable` looks at the addresses before the first collective.
+"""
 
 import atexit
 import contextlib
+import ipaddress
+import json
 import os
 import socket
 import stat
@@ -35,6 +43,9 @@ SLURM_VARIABLES = ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM
 GRACE_SECONDS = 10.0
 """Most seconds for which process 0, without which JAX ends the others, lets them print their own
 errors."""
+HOSTS_FILE = "/etc/hosts"
+PATIENCE_SECONDS = 2
+"""Seconds of one request for a value of another process; requests are repeated."""
 
 
 @dataclass(frozen=True)
@@ -287,7 +298,7 @@ def _initialize(processes: Processes, heartbeat: int) -> None:
     alarm = threading.Timer(seconds, _abort_start, (processes,))
     alarm.daemon = True
     alarm.start()
-    # JAX's warning that a package is missing, which is said in one line below.
+    # JAX's warning that a package is missing: one line below says so.
     warnings.filterwarnings("ignore", "Kubernetes environment detected")
     try:
         jax.distributed.initialize(
@@ -357,3 +368,149 @@ def all_arrive(name: str, seconds: float) -> bool:
     except RuntimeError:  # DEADLINE_EXCEEDED, or a process that is gone
         return False
     return True
+
+
+def check_reachable() -> None:
+    """Raises ValueError, in all processes, if one announces to other machines an address of its own
+    machine alone (for example 127.0.1.1): with the machine, and the line for its hosts file."""
+    if jax.process_count() == 1 or jax.default_backend() != "cpu":
+        return
+    target = _resolve(coordinator_address()[0])
+    descriptions = exchange(
+        "addresses",
+        json.dumps(
+            {
+                "name": socket.gethostname(),
+                "local": None if target is None else _local_address(target),
+                "announced": _resolve(socket.gethostname()),
+                "target": target,
+            }
+        ),
+    )
+    if (message := unreachable([json.loads(text) for text in descriptions])) is not None:
+        raise ValueError(message)
+
+
+def unreachable(processes: list[dict[str, str | None]]) -> str | None:
+    """Message for the first process that the others cannot reach; None if they can reach all.
+
+    Args:
+      processes: of each its machine's name, its address on the way to process 0, the address that
+        it announces, and the address of process 0 as it sees it.
+    """
+    if len({_is_loopback(each["local"]) or each["local"] for each in processes}) == 1:
+        return None  # all on one machine
+    for index, each in enumerate(processes):
+        if not _is_loopback(each["announced"]):
+            continue
+        # Process 0 sees itself as itself; the others see its address.
+        seen = [other["target"] for other in processes[1:]] if index == 0 else [each["local"]]
+        address = next((a for a in seen if not _is_loopback(a)), None) or "ITS-ADDRESS"
+        return (
+            f"process {index} on the machine {each['name']} announces {each['announced']}, which "
+            f"no other machine can reach, as {HOSTS_FILE} there gives it to the machine's own "
+            f"name: let it have the line '{address} {each['name']}' instead."
+        )
+    return None
+
+
+def _resolve(host: str) -> str | None:
+    """First address of a name; None if it has none."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return None
+
+
+def _local_address(target: str) -> str | None:
+    """This machine's address on the way to `target`; nothing is sent."""
+    family = socket.AF_INET6 if ":" in target else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((target, 9))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def _is_loopback(address: str | None) -> bool:
+    return address is not None and ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+class ProcessFailed(RuntimeError):
+    """Failure of the same work in another process, or the end of the wait for it."""
+
+
+class BackgroundGather:
+    """All-gather of JSON values among the background threads of all processes.
+
+    A thread that entered a collective of devices beside the main thread would meet another
+    collective of the other processes. Every process makes one for the same work and calls it
+    equally often. In a run of one process it returns its argument.
+
+    Args:
+      name: name of the work; the same in all processes, and used once in a program.
+
+    Attributes:
+      waits: event that is set as soon as this process waits for the others.
+    """
+
+    def __init__(self, name: str):
+        self.waits = threading.Event()
+        self._prefix, self._round = f"jrl/{name}", 0
+        self._abandoned = threading.Event()
+        self._process, self._count = jax.process_index(), jax.process_count()
+
+    def __call__(self, value: Any) -> list[Any]:
+        """Values of all processes, in the order of their ids.
+
+        Raises:
+          ProcessFailed: where the work of another process has failed, or was abandoned here.
+        """
+        if self._count == 1:
+            return [value]
+        self._publish({"value": value})
+        self.waits.set()
+        received = [self._receive(process) for process in range(self._count)]
+        self._round += 1
+        for process, message in enumerate(received):
+            if "failed" in message:
+                raise ProcessFailed(f"process {process}: {message['failed']}")
+        return [message["value"] for message in received]
+
+    def fail(self, reason: str) -> None:
+        """Raises `ProcessFailed` in the other processes, which wait for this one."""
+        if self._count > 1:
+            self._publish({"failed": reason})
+
+    def abandon(self) -> None:
+        """Ends all waiting in this process, from any thread: another process may have ended."""
+        self._abandoned.set()
+
+    def clear(self) -> None:
+        """Removes the values from the service, when all processes have received them."""
+        if self._count > 1 and self._process == 0:
+            service_client().key_value_delete(f"{self._prefix}/")
+
+    def _key(self, process: int) -> str:
+        return f"{self._prefix}/{self._round}/{process}"
+
+    def _publish(self, message: dict[str, Any]) -> None:
+        # A process that fails after it has published a value of this round is heard in the next.
+        service_client().key_value_set(
+            self._key(self._process), json.dumps(message), allow_overwrite=True
+        )
+
+    def _receive(self, process: int) -> dict[str, Any]:
+        while True:
+            try:
+                text = service_client().blocking_key_value_get(
+                    self._key(process), 1000 * PATIENCE_SECONDS
+                )
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise ProcessFailed(f"process {process} cannot be reached") from error
+            else:
+                return json.loads(text)
+            if self._abandoned.is_set():
+                raise ProcessFailed(f"process {process} was not waited for, as this one ends")

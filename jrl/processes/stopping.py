@@ -1,7 +1,7 @@
-"""Signal handling: after Ctrl-C, SIGTERM or the loss of its terminal a run finishes its current
-work, saves and ends.
+"""End of a run: signals, and the supervisor that started it and restarts it after a failure.
 
-A second Ctrl-C ends it immediately.
+After Ctrl-C, SIGTERM or the loss of its terminal a run finishes its current work, saves and ends. A
+second Ctrl-C ends it immediately.
 """
 
 import os
@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -18,6 +18,9 @@ GRACE_SECONDS = 3.0
 """Seconds that a second Ctrl-C gives the main thread, which may be in a long call of a library."""
 
 _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+DRAINED = 75
+"""Exit status of a run that ended for a restart that leaves out a faulty machine (EX_TEMPFAIL of
+sysexits.h). All of its processes have it."""
 
 
 class Stop:
@@ -114,3 +117,16 @@ class Stop:
 def _print_line(line: str) -> None:
     with suppress(OSError):  # of a terminal that is closed
         print(line, file=sys.stderr, flush=True)
+
+
+class Supervisor:
+    """Supervisor that does nothing: of a run that a person started. Launchers derive theirs."""
+
+    def step_ended(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Is told of every step; may be a collective, as all processes of a run call it. True, the
+        same in all of them, if this process may end soon, as its machine is taken back: the run
+        then saves a checkpoint."""
+        return False
+
+
+UNSUPERVISED = Supervisor()

@@ -26,7 +26,7 @@ from jrl.processes.agreement import (
     is_main_process,
     is_multiprocess,
 )
-from jrl.processes.background import BackgroundGather
+from jrl.processes.coordinator import BackgroundGather
 from jrl.runs import manifest
 from jrl.runs.directory import StoragePath, is_bucket, open_directory
 from jrl.runs.storage import BackgroundSave, StorageError, quiet, writing

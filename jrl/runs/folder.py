@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jrl.processes.software import installed_versions
+from jrl.processes.agreement import installed_versions
 from jrl.runs import records
 from jrl.runs.directory import OBJECT_STORAGE, StoragePath, open_directory, storage_path
 from jrl.runs.storage import writing

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from jrl.processes.agreement import is_multiprocess
-from jrl.processes.background import BackgroundGather, ProcessFailed
+from jrl.processes.coordinator import BackgroundGather, ProcessFailed
 from jrl.processes.progress import AGREEMENT, CHECKPOINT, phase
 from jrl.runs.directory import StoragePath, bucket_error, is_bucket
 from jrl.runs.records import REMEDIES

@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jrl.processes.software import installed_versions
+from jrl.processes.agreement import installed_versions
 from jrl.serving.api.fields import ApiError, boolean, one_line
 from jrl.serving.api.sampling import with_defaults
 from jrl.serving.api.tokens import completion_of, ids_to_detokenize, text_to_tokenize

@@ -15,9 +15,15 @@ import jax
 from jaxtyping import Array
 
 from jrl.config.run import RunConfig
-from jrl.faults.collect.sources import local_gpus
-from jrl.faults.drain import Drainer
-from jrl.faults.guard import DETECTION_INTERVAL, Attachment, Guard, machine_name, metrics_of
+from jrl.faults.collect.sampler import local_gpus
+from jrl.faults.guard import (
+    DETECTION_INTERVAL,
+    Attachment,
+    Drainer,
+    Guard,
+    machine_name,
+    metrics_of,
+)
 from jrl.faults.settings import DRAIN
 from jrl.faults.standard import StandardDetector
 from jrl.faults.watcher import Hook, command_hook
@@ -31,8 +37,7 @@ from jrl.processes.agreement import (
 )
 from jrl.processes.coordinator import KeyValueStore, exit_after, exit_now
 from jrl.processes.progress import begin_step, phase
-from jrl.processes.stopping import Stop
-from jrl.processes.supervisor import UNSUPERVISED, Supervisor
+from jrl.processes.stopping import UNSUPERVISED, Stop, Supervisor
 from jrl.processes.watchdog import Watchdog, WatchdogSettings
 from jrl.report.display import WarmStartDisplay
 from jrl.report.exporter import RunExporter

@@ -6,13 +6,14 @@ import pytest
 
 from benchmarks.absent import compilers
 from benchmarks.absent.plan import COLUMNS, check, main, network_fields, row_of, step_of, topology
+from moe.execution import Execution
+from moe.planner.cost import System, cost
+from moe.planner.memory import memory
+from moe.planner.method import Batch, Method
+from moe.planner.models import PRESETS
+from moe.planner.search import Plan
 from sharding.costs.hardware import HARDWARE
 from sharding.folding import Layout
-from sharding.planner.cost import System, cost
-from sharding.planner.memory import memory
-from sharding.planner.method import Batch, Method
-from sharding.planner.models import PRESETS
-from sharding.planner.search import Plan
 
 ARGS = SimpleNamespace(program="jrl", hardware="h100x8")
 
@@ -21,7 +22,8 @@ ARGS = SimpleNamespace(program="jrl", hardware="h100x8")
 def plan():
     model, layout = PRESETS["qwen3-30b-a3b"], Layout.parse("cp2 dp2 pp2 vpp2 / ep4")
     batch = Batch(64, 2048, 2)
-    method = Method("all_to_all", "ring", "full", storage="bfloat16", gradient_wire="bfloat16")
+    execution = Execution(dispatch="all_to_all", context="ring", remat="full")
+    method = Method(execution, storage="bfloat16", gradient_wire="bfloat16")
     times = cost(model, layout, batch, method, HARDWARE["h100"], System())
     return Plan(layout, batch, method, times, memory(model, layout, batch, method))
 

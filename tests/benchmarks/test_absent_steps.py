@@ -13,10 +13,9 @@ from benchmarks.absent.report import memory_of
 from benchmarks.absent.selection import Selection
 from benchmarks.gpu.networks import network
 from benchmarks.gpu.shapes import DEEPSEEK_V3, MIXTRAL_8X22B, QWEN3_235B, QWEN3_A3B, SMALL_MOE
-from moe.counts import sizes_of
 from moe.disaggregated.split import Split
+from moe.planner.models import PRESETS, sizes_of
 from sharding.folding import Layout
-from sharding.planner.models import PRESETS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "absent.json"
 NETWORKS = {

@@ -11,7 +11,7 @@ import pytest
 from jrl import command_line
 from jrl.command_line import exit_status, keep_compilations, start_jax
 from jrl.config.run import RunConfig
-from jrl.processes.supervisor import DRAINED
+from jrl.processes.stopping import DRAINED
 from jrl.trainer.loop import NonFiniteRun
 from jrl.trainer.warm_start import WarmStartFailed
 

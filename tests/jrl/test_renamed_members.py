@@ -5,7 +5,7 @@ import inspect
 import numpy as np
 import pytest
 
-from jrl.faults.collect.error_codes import error_code
+from jrl.faults.collect.vocabulary import error_code
 from jrl.recipes import AdaptiveTemperature, dapo, grpo, hapo, ppo, tppo, vapo
 from jrl.rollout.decoding.requests import Request, Trajectory
 from jrl.runs.folder import RunFolder

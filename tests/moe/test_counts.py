@@ -4,9 +4,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import moe.counts
-from moe.config import GatedDeltaNet, ModelConfig, MultiHeadLatentAttention
-from moe.counts import sizes_of, training_flops
+import moe.config
+from moe.config import GatedDeltaNet, ModelConfig, MultiHeadLatentAttention, training_flops
+from moe.planner.models import sizes_of
 from moe.weights import num_active_parameters, num_parameters
 
 
@@ -102,7 +102,7 @@ def test_qwen3_next_has_the_sizes_of_its_name():
 
 
 def test_the_example():
-    assert doctest.testmod(moe.counts).failed == 0
+    assert doctest.testmod(moe.config).failed == 0
 
 
 def test_counted_scores_exclude_tokens_before_window():

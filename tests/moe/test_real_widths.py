@@ -13,14 +13,14 @@ from jax.sharding import PartitionSpec as P
 
 from moe import model
 from moe.config import Model, ModelConfig
-from moe.counts import sizes_of
 from moe.execution import Execution
 from moe.placement import specs
+from moe.planner.memory import selective_activation_bytes
+from moe.planner.method import Method
+from moe.planner.models import sizes_of
 from moe.weights import shapes
 from sharding.collectives import all_sum
 from sharding.folding import Layout, fold_abstract
-from sharding.planner.memory import selective_activation_bytes
-from sharding.planner.method import Method
 
 MIB = 2**20
 # Qwen3-235B-A22B, its layers alone; 8,192 tokens on eight devices.
@@ -136,7 +136,7 @@ def test_a_published_layer_keeps_the_elements_of_the_paper(name):
     assert elements == pytest.approx(ELEMENTS.get(name, elements), abs=0.05)
     numbers = tokens * (heads + experts + k) + experts
     assert found == round(elements * tokens * width) * 2 + numbers * 4
-    method = Method(context="ulysses", remat="selective", even=True)
+    method = Method(Execution(context="ulysses", remat="selective"), even=True)
     stated = selective_activation_bytes(
         sizes_of(config), Layout.parse(layout), tokens, method, "selective"
     )

@@ -1,6 +1,4 @@
-"""Renamed modules, attributes and keywords work for one release, with a warning."""
-
-import importlib
+"""Renamed attributes and keywords work for one release, with a warning."""
 
 import pytest
 
@@ -14,34 +12,6 @@ def test_a_former_name_of_a_module_is_the_present_one_with_a_warning():
         assert serve("Grid") is Layout
     with pytest.raises(AttributeError, match="module 'sharding' has no attribute 'Grille'"):
         serve("Grille")
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "present"),
-    [
-        ("hardware", "Hardware", "costs.hardware.Hardware"),
-        ("hardware", "parse", "costs.hardware.parse"),
-        ("models.sizes", "ModelSizes", "planner.models.ModelSizes"),
-        ("models.presets", "PRESETS", "planner.models.PRESETS"),
-    ],
-)
-def test_a_former_module_has_the_names_of_the_present_one_with_a_warning(module, name, present):
-    former = importlib.import_module(f"sharding.planner.{module}")
-    with pytest.warns(DeprecationWarning, match=f"{module}.{name} is now sharding.{present};"):
-        result = getattr(former, name)
-    holder, _, attribute = present.rpartition(".")
-    assert result is getattr(importlib.import_module(f"sharding.{holder}"), attribute)
-    with pytest.raises(AttributeError, match="no attribute 'Grille'"):
-        _ = former.Grille
-
-
-def test_names_of_a_former_module_can_be_imported():
-    statement = "from sharding.planner.models.sizes import ModelSizes"
-    with pytest.warns(DeprecationWarning, match="is now") as caught:
-        exec(statement, {})
-    # Checked annotations put a function of theirs around the one that warns.
-    (warning,) = caught
-    assert warning.filename == "<string>" or warning.filename.endswith("jaxtyping/_decorator.py")
 
 
 class Folder:

@@ -4,7 +4,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from sharding.folding import Layout, fold_abstract
-from sharding.rules import partition_spec, weight_rules
+from sharding.folding.mesh import partition_spec, weight_rules
 
 RULES = {"head": ("a", "b"), "d_ff": ("a",), "expert": ("c",), "whole": ()}
 

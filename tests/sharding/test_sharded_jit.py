@@ -32,7 +32,7 @@ WITHOUT_COLLECTIVES = {
     "jrl/rollout/decoding/packed_prompts.py": {"copy_to_cache"},
     "jrl/rollout/decoding/split_backend.py": {"_read_step_inputs"},
     "moe/disaggregated/runner.py": {"_broadcast_program", "_zeros_program"},
-    # Permutes alone, which are no sums.
+    # Permutes alone; they are no sums.
     "moe/disaggregated/m2n.py": {"_permute_program"},
     # Traced inside other programs.
     "moe/kernels/mosaic.py": {""},

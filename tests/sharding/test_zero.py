@@ -29,7 +29,7 @@ def sizes(layout, spec, shape):
         # Everything that is whole: the first dimension that all devices divide.
         ("dp8", (None, None), (24, 16), (0, 8)),
         ("dp8", (None, None), (20, 16), (1, 8)),
-        # Where none does, the one that goes furthest; a vector of five goes nowhere.
+        # Else the dimension that most devices divide; a vector of five goes nowhere.
         ("dp2 cp4 / ep4", (None, None), (6, 12), (1, 4)),
         ("dp2 cp2 tp2 / ep8", (None, None), (6, 12), (1, 4)),
         ("dp8", (None,), (5,), (0, 1)),

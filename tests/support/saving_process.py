@@ -18,8 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jrl.command_line import start_jax
 from jrl.processes.agreement import any_of, to_devices, to_host
-from jrl.processes.background import ProcessFailed
-from jrl.processes.coordinator import Processes
+from jrl.processes.coordinator import Processes, ProcessFailed
 from jrl.runs import manifest
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.storage import StorageError

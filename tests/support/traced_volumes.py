@@ -11,10 +11,10 @@ from whole_network import loss_and_gradient
 
 from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.placement import in_chunks
+from moe.planner.method import Batch, Method
 from moe.weights import shapes
 from sharding.folding import Layout, fold_abstract
 from sharding.folding.groups import server_groups
-from sharding.planner.method import Batch, Method
 from sharding.schedule import Schedule
 
 # A distinct size for each axis, divisible where the layouts cut it.
@@ -76,18 +76,7 @@ CONFIGS = {
 
 
 def method_of(config):
-    execution = config.execution
-    return Method(
-        execution.dispatch,
-        execution.context,
-        execution.remat,
-        itemsize=2 if config.dtype == "bfloat16" else 4,
-        activation_wire=execution.activation_wire,
-        expert_chunks=execution.expert_chunks,
-        two_batch_overlap=execution.two_batch_overlap,
-        server_devices=execution.server_devices,
-        buffer_factor=execution.buffer_factor,
-    )
+    return Method(config.execution, itemsize=2 if config.dtype == "bfloat16" else 4)
 
 
 def batch_of(config, layout):

@@ -17,11 +17,10 @@ from benchmarks.planner.serving.times import (
     read_network,
     read_profile,
 )
-from moe.planner import sizes_from
+from moe.planner.__main__ import answer, model_of
+from moe.planner.cost import System
+from moe.planner.models import PRESETS, ModelSizes
 from sharding.costs.hardware import HARDWARE, Hardware, read_hardware
-from sharding.planner.__main__ import answer, model_of
-from sharding.planner.cost import System
-from sharding.planner.models import PRESETS, ModelSizes
 
 PARSER = argparse.ArgumentParser(
     prog="python -m benchmarks.planner.serving",
@@ -205,11 +204,11 @@ def plan_text(model: ModelSizes, args: argparse.Namespace, efficiency: float) ->
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the plans of a server, and returns `sharding.planner.__main__.answer`'s status."""
+    """Prints the plans of a server, and returns `moe.planner.__main__.answer`'s status."""
     args = PARSER.parse_args(arguments)
 
     def show() -> None:
-        model = model_of(args.model, args.ignore_options, sizes_from)
+        model = model_of(args.model, args.ignore_options)
         print(plan_text(model, args, System().efficiency), flush=True)
 
     return answer(show)

@@ -14,11 +14,11 @@ import numpy as np
 from benchmarks.planner.serving import times
 from benchmarks.planner.serving.plan import Load
 from benchmarks.planner.serving.times import ITEMSIZE, model_utilisation
+from moe.planner.models import ModelSizes
+from moe.planner.search import MEMORY_FRACTION
 from sharding.costs.hardware import LINK_EFFICIENCY, Hardware
 from sharding.folding import Layout
 from sharding.folding.layout import divisors
-from sharding.planner.models import ModelSizes
-from sharding.planner.search import MEMORY_FRACTION
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import numpy as np
 from benchmarks.planner.serving import times
 from benchmarks.planner.serving.pingpong import makespan
 from benchmarks.planner.serving.times import ITEMSIZE, Times, Utilisation, model_utilisation
+from moe.planner.models import ModelSizes
+from moe.planner.search import MEMORY_FRACTION
 from sharding.costs.hardware import LINK_EFFICIENCY, Hardware
-from sharding.planner.models import ModelSizes
-from sharding.planner.search import MEMORY_FRACTION
 
 PREFILL = ("elsewhere", "group", "turns")
 """Devices of prefill: a cluster that the plan does not count, as in the paper; a separate group

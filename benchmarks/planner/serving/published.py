@@ -13,9 +13,9 @@ from benchmarks.planner.serving.colocated import PlanKind
 from benchmarks.planner.serving.pingpong import gain
 from benchmarks.planner.serving.plan import DevicePair, Load
 from benchmarks.planner.serving.search import ServingPlan, Space, best_serving_plan, search
+from moe.planner.models import PRESETS
+from moe.planner.report import align_columns
 from sharding.costs.hardware import HARDWARE
-from sharding.planner.models import PRESETS
-from sharding.planner.report import align_columns
 
 MODELS = ("mixtral-8x22b", "dbrx", "scaled-moe")
 SECOND_MICRO_BATCH_GAIN = 1.9

@@ -16,7 +16,7 @@ from benchmarks.planner.serving.pingpong import (
 )
 from benchmarks.planner.serving.plan import Server, Shape
 from benchmarks.planner.serving.search import ServingPlan, describe, largest_batch
-from sharding.planner.report import align_columns
+from moe.planner.report import align_columns
 
 COLUMNS = (
     *("attention", "experts", "m", "batch", "T_a", "T_e", "T_c", "between", "tokens/s"),

@@ -14,8 +14,8 @@ import numpy as np
 
 from benchmarks.planner.serving.plan import DevicePair, Load, Server, Shape, prefill_devices
 from benchmarks.planner.serving.times import check
+from moe.planner.models import ModelSizes
 from sharding.folding.layout import divisors
-from sharding.planner.models import ModelSizes
 
 TP_SIZES = (1, 2, 4, 8)
 

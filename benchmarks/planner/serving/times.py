@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moe.planner.models import ModelSizes
 from sharding.costs.hardware import HARDWARE, LINK_EFFICIENCY, Hardware
-from sharding.planner.models import ModelSizes
 
 MEMORY_EFFICIENCY = 0.8
 """Share of the memory bandwidth that reading weights and caches is assumed to reach."""

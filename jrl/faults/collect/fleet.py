@@ -1,12 +1,18 @@
-"""Input and output of a detector: the metrics of all machines on one clock, alarms, reports."""
+"""Input and output of a detector: the metrics of all machines on one clock, alarms, reports.
+
+`align` puts the records of multiple processes, each with its own clock, on one clock. Ticks are
+whole seconds. A sample belongs to the tick nearest to its time, in whatever order samples were
+written; of multiple samples at one tick the last written counts. A tick that has no sample is NaN:
+the detector fills gaps. Processes that cannot be compared are left out and reported.
+"""
 
 import io
 import math
 import os
 import zipfile
 import zlib
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,11 +20,18 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, Float64, Int
 
+from jrl.faults.collect.record import Record
+from jrl.faults.collect.vocabulary import mask_valid
+
 FLEET_VERSION = 1
 NO_MACHINE = -1
 """Row index for no machine."""
 INCOMPARABLE = 4
 """Exit status if nothing could be compared, so that the absence of alarms means nothing."""
+MAX_AGE = 10.0
+"""Seconds after a machine's newest sample from which on it is not compared."""
+MAX_AHEAD = 5.0
+"""Seconds by which samples may be ahead: later ones are of a wrong clock, and left out."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +135,8 @@ class Fleet:
         """Reads a file that `save` wrote.
 
         Raises:
-          ValueError: where the file is damaged, truncated or something else.
-          OSError: where it cannot be read.
+          ValueError: if the file is damaged, truncated or something else.
+          OSError: if it cannot be read.
         """
         content = Path(path).read_bytes()
         try:
@@ -168,7 +181,7 @@ class Alarm:
       start: Unix time at which it became an outlier, in seconds.
       end: Unix time of the last examined sample in which it was one.
       evidence: numbers behind it, by name: scores over time, thresholds, counts.
-      cause: the cause that the machine itself reports, in words; empty without one.
+      cause: the cause that the machine itself reports, in words; empty if it reports none.
     """
 
     machine: str
@@ -193,7 +206,7 @@ class Alarm:
 
 
 Detector = Callable[[Fleet], list[Alarm]]
-"""Names the outlier machines, the most certain first; an empty list where there is none."""
+"""Names the outlier machines, the most certain first; an empty list if there is none."""
 
 
 @dataclass(frozen=True)
@@ -202,8 +215,8 @@ class Trace:
 
     Attributes:
       times: Unix time of each moment, in seconds.
-      scores: the greatest score of any machine; NaN where none was computed.
-      leader: row of the machine that has it, or `NO_MACHINE` where it is below the threshold.
+      scores: the greatest score of any machine; NaN if none was computed.
+      leader: row of the machine that has it, or `NO_MACHINE` below the threshold.
       threshold: score from which a machine is an outlier.
     """
 
@@ -230,3 +243,126 @@ class Report:
     comparable: bool = True
     machines: tuple[str, ...] = ()
     traces: Mapping[str, Trace] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Process:
+    """State of one process.
+
+    Attributes:
+      machine, host: its name, and its host's.
+      state: "running", "silent" (no new sample, or a clock that is behind), "ended", "no data" or
+        "clock ahead"; only the running are compared.
+      age: seconds from its newest sample to the end of the fleet; negative for a clock that is
+        ahead, NaN if it has no sample.
+      damaged: rows its files lost to a wrong checksum.
+      torn: bytes at the end of its files that are not a full row.
+      future: samples left out because they are ahead of the fleet's clock.
+    """
+
+    machine: str
+    host: str
+    state: str
+    age: float | int
+    damaged: int
+    torn: int
+    future: int
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """Aligned records.
+
+    Attributes:
+      fleet: the processes that are running, on one clock.
+      processes: all of them, in the order of their names.
+    """
+
+    fleet: Fleet
+    processes: tuple[Process, ...]
+
+
+def align(
+    records: Iterable[Record], *, now: float | int | None = None, seconds: float | int = 900.0
+) -> Aligned:
+    """Aligns records on one clock.
+
+    Args:
+      records: a restarted process has multiple records under one machine.
+      now: Unix time of the end; None takes the median of the machines' newest samples, which no
+        single wrong clock can move far.
+      seconds: how far back to look.
+
+    Returns:
+      The fleet of the running machines. Its metrics are those that any of them has.
+
+    Raises:
+      ValueError: for `seconds` that are not finite and above 0.
+    """
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ValueError(f"seconds={seconds} must be a finite number of seconds above 0.")
+    records_by_machine: defaultdict[str, list[Record]] = defaultdict(list)
+    for record in sorted(records, key=lambda record: (record.machine, record.begun)):
+        records_by_machine[record.machine].append(record)
+    if now is None:
+        newest = [_newest(each) for each in records_by_machine.values()]
+        times = [time for time in newest if math.isfinite(time)]
+        now = float(np.median(times)) if times else 0.0
+    # The grid ends at the tick nearest to the latest sample that counts.
+    start = float(math.floor(now) - math.ceil(seconds) + 1)
+    processes = tuple(_process_state(each, now) for each in records_by_machine.values())
+    running = [process.machine for process in processes if process.state == "running"]
+    compared = [record for machine in running for record in records_by_machine[machine]]
+    metrics = sorted({name for record in compared for name in record.columns})
+    length = math.ceil(seconds) + math.ceil(MAX_AHEAD)
+    values = np.full((len(running), len(metrics), length), np.nan, np.float32)
+    for row, name in enumerate(running):
+        for record in records_by_machine[name]:
+            _write_samples(values[row], record, metrics, start)
+    # Up to the last tick at which any machine has a sample.
+    used = np.flatnonzero(np.isfinite(values).any(axis=(0, 1)))
+    values = values[:, :, : used[-1] + 1 if used.size else 0]
+    return Aligned(Fleet(tuple(running), tuple(metrics), start, values=values), processes)
+
+
+def _newest(records: Sequence[Record]) -> float:
+    """Unix time of the newest sample, NaN if there is none."""
+    return max(
+        (float(record.times.max()) for record in records if len(record.times)), default=math.nan
+    )
+
+
+def _process_state(records: Sequence[Record], now: float | int) -> Process:
+    last = max(records, key=lambda record: record.begun)
+    times = np.concatenate([record.times for record in records])
+    future = int((times > now + MAX_AHEAD).sum())
+    within = times[times <= now + MAX_AHEAD]
+    if len(times) == 0:
+        state = "no data"
+    elif future and (len(within) == 0 or now - within.max() > MAX_AGE):
+        state = "clock ahead"
+    elif last.ended:
+        state = "ended"
+    else:
+        state = "silent" if now - within.max() > MAX_AGE else "running"
+    return Process(
+        machine=last.machine,
+        host=last.host,
+        state=state,
+        age=now - _newest(records),
+        damaged=sum(record.damaged for record in records),
+        torn=sum(record.torn for record in records),
+        future=future,
+    )
+
+
+def _write_samples(
+    values: np.ndarray, record: Record, metrics: Sequence[str], start: float
+) -> None:
+    """Writes the samples of one record at their ticks; later written samples overwrite earlier."""
+    ticks = np.floor(record.times - start + 0.5)
+    inside = np.flatnonzero((ticks >= 0) & (ticks < values.shape[1]))[::-1]
+    tick, last = np.unique(ticks[inside].astype(int), return_index=True)
+    for name, samples in zip(record.columns, record.values[inside[last]].T, strict=True):
+        valid_samples = np.where(mask_valid(name, samples), samples, np.nan)
+        values[metrics.index(name), tick] = valid_samples

@@ -6,10 +6,10 @@ the file and no index can be lost. All numbers are little-endian:
     header  magic (8 bytes), length of the JSON (uint32), its CRC-32 (uint32), JSON
     row     Unix time (float64), one float32 per column, CRC-32 of these bytes (uint32)
 
-The CRC of a row starts from that of the header. A row is one ``write``, so a kill can tear the last
-row and no other; the reader leaves out torn and damaged rows and counts them. A clean end is a row
-with a time whose values are all NaN. A file can be read while it is written: complete rows are
-returned, and `Follower` returns what was added since, as ``tail -f`` does.
+The CRC of a row starts from the header's. A row is one ``write``, so a kill can tear the last row
+and no other; the reader leaves out torn and damaged rows and counts them. A clean end is a row with
+a time whose values are all NaN. A file can be read while it is written: complete rows are returned,
+and `Follower` returns what was added since, as ``tail -f`` does.
 """
 
 import json
@@ -40,7 +40,7 @@ class Record:
       begun: Unix time at which the file was started, in seconds.
       columns: name of each metric.
       times: Unix time of each sample in seconds, in the order they were written.
-      values: one row per sample, NaN where a metric had no value.
+      values: one row per sample, NaN if a metric had no value.
       damaged: rows left out because their checksum is wrong.
       torn: bytes left out at the end that are not a full row.
       ended: true if the file ends with the end marker, a row of NaN values.
@@ -101,7 +101,7 @@ class Writer:
     def append(self, time: float | int, values: Mapping[str, float | int]) -> None:
         """Writes one sample; a column that is not in `values` is NaN.
 
-        Without any value it is the end marker that `close` writes.
+        With no value it is the end marker that `close` writes.
 
         Raises:
           ValueError: on a value for which there is no column.
@@ -129,7 +129,7 @@ def read(path: Path | str, last: int | None = None) -> Record:
 
     Raises:
       ValueError: where the file is no record or its header is damaged or truncated.
-      OSError: where it cannot be read.
+      OSError: if it cannot be read.
     """
     path = Path(path)
     return Follower(path.parent, sys.maxsize if last is None else last).follow(path)
@@ -154,7 +154,7 @@ def _create(folder: Path, machine: str) -> tuple[Path, int]:
 
 
 def _read_header(path: Path, file: BinaryIO) -> tuple[Record, int]:
-    """The record, without its samples, and the checksum from which those of the rows start."""
+    """The record, without its samples, and the checksum from which its rows' start."""
     prefix = file.read(_PREFIX.size)
     if len(prefix) < _PREFIX.size:
         raise ValueError(f"{path} has a truncated header: delete it, it holds no sample.")
@@ -235,7 +235,7 @@ class Follower:
         return records, unreadable
 
     def follow(self, path: Path) -> Record:
-        """The newest rows of one file, those of earlier calls included, see `read`."""
+        """The newest rows of one file, including rows of earlier calls, see `read`."""
         state = self._files.pop(path, None)
         with path.open("rb") as file:
             status = os.fstat(file.fileno())

@@ -24,7 +24,7 @@ from jrl.command_line import parse_flags
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.collect.vocabulary import meaning
 from jrl.faults.minder import vae
-from jrl.faults.minder.prepare import prepare
+from jrl.faults.minder.embedding import prepare
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def train_models(
 def windows_by_model(
     fleets: Sequence[Fleet], num_windows: int, random: np.random.Generator
 ) -> dict[str, Float32[np.ndarray, "time channel n"]]:
-    """Windows to train each model on, that of `vae.ANY` last.
+    """Windows to train each model on, `vae.ANY` last.
 
     Models have the names that `Minder` looks up (`jrl.faults.collect.vocabulary.meaning`): recorded
     metrics of the same meaning, such as the power of each GPU, have one model.
@@ -124,7 +124,7 @@ def gather_windows(
     scaled by, and the models have to see healthy machines of such a fleet too.
 
     Raises:
-      ValueError: where a fleet lacks one of these metrics.
+      ValueError: if a fleet lacks one of these metrics.
     """
     prepared = [prepare(fleet) for fleet in fleets]
     names = prepared[0].metrics

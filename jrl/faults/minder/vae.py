@@ -2,7 +2,7 @@
 
 The sizes are the paper's: one LSTM layer with hidden size 4, latent size 8, windows of 8 samples.
 The layout is not known in detail: here the decoder, a second LSTM, reads the latent vector at each
-step. The last axis is that of machines, so that gates are computed for thousands at a time.
+step. The last axis has the machines, so that gates are computed for thousands at a time.
 """
 
 import io
@@ -30,7 +30,7 @@ JOINT = "production metrics together"
 def init(key: Array, num_channels: int = 1) -> Weights:
     """Weights of one model for windows of `num_channels` metrics, normal with variance 1/inputs.
 
-    A model of multiple metrics has the same sizes as that of one.
+    A model of multiple metrics has the same sizes as a model of one.
     """
     hidden, latent = HIDDEN, LATENT
     shapes = {
@@ -147,8 +147,8 @@ def load_models(path: Path | str) -> dict[str, Weights]:
     """The models of a file that ``python -m jrl.faults train`` wrote, by metric.
 
     Raises:
-      ValueError: where the file is damaged or something else.
-      OSError: where it cannot be read.
+      ValueError: if the file is damaged or something else.
+      OSError: if it cannot be read.
     """
     shapes = {name: weight.shape for name, weight in shipped_models()[ANY].items()}
     try:

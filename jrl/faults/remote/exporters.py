@@ -1,8 +1,7 @@
 """Mapping of the metrics of DCGM's exporter, node exporter and cAdvisor to the sampler's names.
 
-Each metric is a level, a counter (compared as a rate), a counter of fatal errors, which is kept as
-a total, or the code of the last error. `jrl.faults.remote.devices` aggregates the devices of a
-machine.
+Each metric is a level, a counter (compared as a rate), a counter of fatal errors (kept as a total),
+or the code of the last error. `jrl.faults.remote.series` aggregates the devices of a machine.
 
 https://github.com/NVIDIA/dcgm-exporter  https://github.com/prometheus/node_exporter
 https://github.com/google/cadvisor/blob/master/docs/storage/prometheus.md
@@ -17,7 +16,6 @@ import numpy as np
 
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.collect.vocabulary import mask_valid
-from jrl.faults.remote.devices import CODE, COUNTER, LEVEL, TOTAL, aggregate, resample
 from jrl.faults.remote.machines import (
     ANSWERS,
     IDENTITY,
@@ -26,7 +24,19 @@ from jrl.faults.remote.machines import (
     list_some,
     machines_of,
 )
-from jrl.faults.remote.series import Series, check_times, device_of, gpus_of, uuid_of
+from jrl.faults.remote.series import (
+    CODE,
+    COUNTER,
+    LEVEL,
+    TOTAL,
+    Series,
+    aggregate,
+    check_times,
+    device_of,
+    gpus_of,
+    resample,
+    uuid_of,
+)
 
 MAX_VALUES = 2**28
 """Values of a fleet: 1 GiB."""
@@ -133,7 +143,8 @@ def is_ignored(name: str, requested: Collection[str] = ()) -> bool:
 
 
 def describe_ignored(series: Iterable[Series], requested: Collection[str] = ()) -> list[str]:
-    """One line that lists the metrics of known exporters that are not compared; empty without any.
+    """One line that lists the metrics of known exporters that are not compared; empty if there are
+    none.
 
     It is unknown if such a metric is a level or a counter, and how its devices are aggregated. Some
     of DCGM's default list, such as the energy since boot, would look like a shift. The `requested`
@@ -181,7 +192,7 @@ def sort_series(
       requested: names that are included although they are unknown.
 
     Raises:
-      ValueError: where a series names no machine.
+      ValueError: if a series names no machine.
     """
     compared = [each for each in _drop_container_series(series) if _is_compared(each, requested)]
     jobs = {each.labels.get("job") for each in compared}

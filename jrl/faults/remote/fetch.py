@@ -181,7 +181,7 @@ class _Opening(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Leaves redirects to the caller: the standard handler reads their bodies without a limit."""
+    """Leaves redirects to the caller: the standard handler reads bodies of any size."""
 
     def redirect_request(self, req, fp, code, msg, headers, newurl) -> None:
         return None

@@ -21,7 +21,7 @@ from jrl.faults.remote.series import Series, device_of, uuid_of
 ANSWERS = "up"
 """Metric that is 1 if an exporter was read and 0 if not, as a Prometheus server records it."""
 PAGE = "page"
-"""Label of `ANSWERS` with the address of a page that was read without a server."""
+"""Label of `ANSWERS` with the address of a page that no server read."""
 IDENTITY = "node_uname_info"
 """Metric of node exporter whose label ``nodename`` is the name of its machine."""
 MACHINE_LABELS = ("machine", "node", "instance", "Hostname", "hostname")
@@ -30,7 +30,7 @@ HOSTS = ("node", "nodename", "Hostname", "hostname")
 """Labels with the name of a host. Series that share one are joined."""
 MAX_NAMED = 3
 MAX_CACHED = 2**16
-"""Names whose parts are kept: those of all machines come again with every look."""
+"""Names whose parts are cached, as the names of all machines recur in every pass."""
 
 _EXPORTERS = re.compile(r"(DCGM|node|container)_")
 
@@ -39,7 +39,7 @@ def machine_of(labels: Mapping[str, str], label: str | None = None) -> str:
     """The machine that labels are about.
 
     Raises:
-      ValueError: where none of them names one.
+      ValueError: if none of them names one.
     """
     names = MACHINE_LABELS if label is None else (label,)
     name = _first_label(labels, names)
@@ -75,7 +75,7 @@ def machines_of(series: Sequence[Series], label: str | None = None) -> list[str]
         `MACHINE_LABELS` that a series has.
 
     Raises:
-      ValueError: where a series names no machine.
+      ValueError: if a series names no machine.
     """
     names = [machine_of(each.labels, label) for each in series]
     if label is None:
@@ -212,7 +212,7 @@ def _join(
 
 
 def _best_name(name: str, group: _Group, ambiguous: set[str]) -> str:
-    """Name of a machine: that of its node, else that by which its names were joined."""
+    """Name of a machine: its node's, else the one that joined its names."""
     nodenames = [each for each in group.nodenames if _short(each) not in ambiguous]
     nodenames = [each for each in nodenames if not _is_loopback(each)]
     return min(group.nodes or nodenames or [group.joined_by or name])

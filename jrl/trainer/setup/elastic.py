@@ -7,7 +7,7 @@ import jax
 
 from jrl.checks import flag
 from jrl.config.run import RunConfig
-from jrl.faults.drain import Restart
+from jrl.faults.guard import Restart
 from jrl.recipes.base.recipe import Recipe
 from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.setup.setup import Setup, build_setup, check_layout

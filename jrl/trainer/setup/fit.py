@@ -15,7 +15,7 @@ from jrl.trainer.setup.lengths import CHECKPOINT_RESPONSE
 from jrl.trainer.setup.memory import RunMemory, rollout_memory, run_memory
 from jrl.trainer.setup.setup import Setup
 from moe.execution import Execution
-from sharding.planner.search import MEMORY_FRACTION
+from moe.planner.search import MEMORY_FRACTION
 
 LEAST_CHUNK, LEAST_RESPONSE = 1024, 64
 """Least vocabulary chunk and response length that are chosen."""

@@ -28,6 +28,16 @@ from moe.cache import cache_columns, kernel_bytes
 from moe.config import Model, ModelConfig
 from moe.disaggregated.weights import side_bytes
 from moe.layers.depth import map_layer_groups
+from moe.planner.memory import (
+    NUM_SAVED_SCORES,
+    NUM_WORKING_SCORES,
+    activation_bytes,
+    comm_buffer_bytes,
+    layer_memory,
+    model_states,
+    working_score_bytes,
+)
+from moe.planner.method import for_weights
 from moe.router.routing import choices_dtype
 from moe.weights import (
     Transformer,
@@ -37,16 +47,6 @@ from moe.weights import (
     without_layers,
 )
 from sharding.folding import FoldedMesh
-from sharding.planner.memory import (
-    NUM_SAVED_SCORES,
-    NUM_WORKING_SCORES,
-    activation_bytes,
-    comm_buffer_bytes,
-    layer_memory,
-    model_states,
-    working_score_bytes,
-)
-from sharding.planner.method import for_weights
 from sharding.schedule import Schedule
 from sharding.zero import ShardDim
 
@@ -214,7 +214,7 @@ class RunMemory:
 
 def run_memory(setup: Setup) -> RunMemory:
     """Predicted memory of a run: the buffers of `memory`, the activations and temporary buffers of
-    each phase, by the planner's model of a layer (`sharding.planner.memory`), and on a CPU the copy
+    each phase, by the planner's model of a layer (`moe.planner.memory`), and on a CPU the copy
     of the state that a checkpoint is written from, the compiled programs and the libraries.
 
     Layers with Gated DeltaNet count as layers with attention. Sequences have their maximum length.

@@ -25,7 +25,7 @@ from moe.kernels.choice import foreign_gpus
 from moe.kernels.decode_attention import unsupported_heads
 from moe.placement import specs
 from moe.weights import adaptable_weights, targets_of
-from sharding.costs.dispatch import GPU_BUFFER_FACTOR
+from sharding.costs.transfer import GPU_BUFFER_FACTOR
 from sharding.folding import FoldedMesh
 
 

@@ -1,6 +1,7 @@
 """A run as the planner reads it: sizes, layout, batch and method of an update."""
 
 from dataclasses import replace
+from typing import Literal
 
 import jax
 
@@ -11,13 +12,12 @@ from jrl.trainer.setup.geometry import Geometry
 from moe.attention.context_parallel import context_of
 from moe.attention.core import MAX_PLAIN_SCORES_ACCELERATOR, MAX_PLAIN_SCORES_CPU
 from moe.config import Model, ModelConfig
-from moe.counts import sizes_of
 from moe.execution import TWO_LEVELS
 from moe.experts.dispatch.cost import hardware_of
+from moe.planner.method import Batch, Method
+from moe.planner.models import ModelSizes, sizes_of
 from moe.weights import num_trained_parameters
 from sharding.folding import Layout
-from sharding.planner.method import Batch, Method
-from sharding.planner.models import ModelSizes
 
 
 def planner_args(
@@ -45,40 +45,33 @@ def batch_of(geometry: Geometry) -> Batch:
 def method_of(model: Model, batch: Batch, run: RunConfig) -> Method:
     """Planner's execution settings: the network's, and the run's dtypes of gradients and
     moments."""
-    config = model.config
-    execution = config.execution
-    server_devices = execution.server_devices
-    if server_devices is None and execution.dispatch in TWO_LEVELS:
-        server_devices = hardware_of(model.mesh).domain
-    return Method(
-        # None if no token is dispatched.
-        dispatch=execution.dispatch or "all_gather",
+    config, mesh = model.config, model.mesh
+    execution = replace(
+        config.execution,
         context=context_of(model),
-        remat=execution.remat,
-        fsdp=execution.fsdp,
+        attention=attention_of(model, batch),
+    )
+    if execution.server_devices is None and execution.dispatch in TWO_LEVELS:
+        execution = replace(execution, server_devices=hardware_of(mesh).domain)
+    return Method(
+        execution,
         itemsize=2 if config.dtype == "bfloat16" else 4,
         storage="bfloat16" if keeps_masters(config) else "float32",
         even=execution.buffer_factor is not None,
-        buffer_factor=execution.buffer_factor,
-        activation_wire=execution.activation_wire,
-        expert_chunks=execution.expert_chunks,
-        two_batch_overlap=execution.two_batch_overlap,
-        overlap_grad_reduce=execution.overlap_grad_reduce,
         gradient_wire=run.gradient_wire,
         mu_dtype=run.mu_dtype,
-        attention=attention_of(model, batch),
-        duplicates_experts=model.mesh.platform == "cpu",
-        server_devices=server_devices,
+        duplicates_experts=mesh.platform == "cpu",
     )
 
 
-def attention_of(model: Model, batch: Batch) -> str | None:
-    """Attention implementation that stores scores in memory, for `Method.attention`: the one that
-    `moe.attention.core` would choose for a micro-batch; None for a kernel."""
+def attention_of(
+    model: Model, batch: Batch
+) -> Literal["plain", "blocked", "xla", "cudnn", "mosaic"] | None:
+    """Attention implementation that `moe.attention.core` chooses for a micro-batch; None for a
+    kernel."""
     config, mesh = model.config, model.mesh
-    implementation = config.execution.attention
-    if implementation is not None:
-        return {"plain": "plain", "xla": "plain", "blocked": "blocked"}.get(implementation)
+    if config.execution.attention is not None:
+        return config.execution.attention
     # GPUs use cuDNN; devices of an unknown platform are assumed to be GPUs.
     if mesh.platform in ("gpu", None) and config.dtype == "bfloat16":
         return None

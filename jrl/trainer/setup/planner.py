@@ -15,20 +15,19 @@ from jrl.trainer.setup.plan_inputs import planner_args
 from jrl.trainer.setup.setup import Setup
 from moe.architecture.feed_forward import can_drop
 from moe.config import Model, ModelConfig
-from moe.counts import sizes_of
 from moe.placement import specs
+from moe.planner.cost import Cost, cost, library_system
+from moe.planner.models import sizes_of
+from moe.planner.search import MEMORY_FRACTION, broken_rule, chunks_of_a_stage, layouts
 from sharding.costs.hardware import HARDWARE, Hardware, find_hardware
 from sharding.folding import Layout, fold
-from sharding.planner.cost import Cost, cost
-from sharding.planner.programs import library_system
-from sharding.planner.search import MEMORY_FRACTION, broken_rule, chunks_of_a_stage, layouts
 
 
 def time_of_update(
     model: ModelConfig, geometry: Geometry, run: RunConfig, hardware: Hardware
 ) -> Cost:
     """Predicted seconds of one optimizer step on a mini-batch, with GEMMs as fast as in
-    Megatron-Core and the overlap that the run requests (`sharding.planner.communication`)."""
+    Megatron-Core and the overlap that the run requests (`moe.planner.communication`)."""
     return cost(*planner_args(model, geometry, run), hardware, library_system(hardware))
 
 

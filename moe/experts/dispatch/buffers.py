@@ -13,7 +13,7 @@ from moe.execution import Execution
 from moe.ops.sorting import inverse_slots
 from moe.router.routing import Routing
 from moe.weights import Experts
-from sharding.costs.dispatch import balanced_rows
+from sharding.costs.transfer import balanced_rows
 from sharding.folding import FoldedMesh
 
 
@@ -55,7 +55,7 @@ def buffer_rows(
     """Largest number of rows that the experts of one device compute, for any routing.
 
     With ``n = ep etp`` devices that share experts these are the `peer_assignments` of each, or with
-    a `buffer_factor` and if that is less the `sharding.costs.dispatch.balanced_rows`.
+    a `buffer_factor` and if that is less the `sharding.costs.transfer.balanced_rows`.
     """
     devices = mesh.size(mesh.ep) * mesh.size(mesh.etp)
     most = devices * peer_assignments(num_tokens, k, num_local, capacity)

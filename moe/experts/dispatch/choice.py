@@ -39,7 +39,7 @@ from moe.ops.precision import shared
 from moe.router.routing import Routing, without_repeats
 from moe.weights import Experts
 from sharding.collectives import vary, varying
-from sharding.costs.dispatch import TokenDispatch
+from sharding.costs.transfer import TokenDispatch
 from sharding.folding import FoldedMesh
 
 Send = Callable[[Experts[Array], Array, Routing], tuple[Array, Array]]
@@ -122,7 +122,7 @@ def rows_received(
     """Number of rows of ``d_model`` elements that one device receives per layer in the forward
     pass.
 
-    `sharding.costs.dispatch.TokenDispatch.token_transfers` counts them, with R from `peer_tokens`.
+    `sharding.costs.transfer.TokenDispatch.token_transfers` counts them, with R from `peer_tokens`.
     For "ragged" and "two_level_ragged" it is the bound, what "all_to_all" and "two_level" receive.
 
     The backward pass moves as much again, and half of that once more where tokens are not kept for

@@ -1,6 +1,6 @@
 """Cost model of token dispatchers: predicted time of their collectives, and the cheapest one.
 
-Bytes come from `sharding.costs.dispatch`, links from `sharding.costs.hardware`. Sent bytes are
+Bytes come from `sharding.costs.transfer`, links from `sharding.costs.hardware`. Sent bytes are
 counted: of balanced routing for "ragged", of full buffers for the others. The time is for many
 tokens, for which latencies are negligible, so that the result depends on the network, its mesh and
 its devices and not on a batch: training, scoring and sampling choose the same dispatcher.
@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from sharding.costs.dispatch import TokenDispatch
 from sharding.costs.hardware import HARDWARE, UNKNOWN, Hardware, find_hardware
+from sharding.costs.transfer import TokenDispatch
 from sharding.folding import FoldedMesh, Layout
 
 MANY_TOKENS = 2**20

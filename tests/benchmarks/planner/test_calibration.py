@@ -18,9 +18,9 @@ from benchmarks.planner.calibration import (
     predicted_mfu,
 )
 from benchmarks.planner.predicted import system_of
-from sharding.planner.models import PRESETS
-from sharding.planner.programs import SYSTEMS, system_on
-from sharding.planner.search import MEMORY_FRACTION, Plan
+from moe.planner.cost import SYSTEMS, system_on
+from moe.planner.models import PRESETS
+from moe.planner.search import MEMORY_FRACTION, Plan
 
 
 def said(row):
@@ -63,7 +63,7 @@ def test_what_ran_out_of_memory_fits_in_no_more_than_all_of_it():
         near = plan.memory.total > 0.99 * MEMORY_FRACTION * CLUSTERS[row.system].memory
         if row.mfu is None:
             assert near
-            assert plan.method.remat == "full"
+            assert plan.method.execution.remat == "full"
 
 
 def test_experts_are_launched_as_the_two_models_with_many_say():

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planner.calibration import MAPPINGS, comparison_table, fit, predict
+from moe.planner.__main__ import main
+from moe.planner.communication import exposed_seconds
+from moe.planner.search import Plan, layouts
 from sharding.costs.hardware import HARDWARE
-from sharding.planner.__main__ import main
-from sharding.planner.communication import exposed_seconds
-from sharding.planner.search import Plan, layouts
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
@@ -48,7 +48,7 @@ def test_the_page_shows_the_answer(capsys):
 )
 def test_the_page_says_what_overlap_brings(flags, words):
     """In a process without checks of annotations, which take thirty times as long as the search."""
-    command = [sys.executable, "-m", "sharding.planner", *shlex.split(f"{COMMANDS[1]} {flags}")]
+    command = [sys.executable, "-m", "moe.planner", *shlex.split(f"{COMMANDS[1]} {flags}")]
     found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     step = re.search(r"[\d.]+ s(?=  )", found.stdout.splitlines()[3])
     assert step is not None
@@ -91,7 +91,7 @@ def test_what_is_not_explained_is_what_the_table_says():
     assert words.format(*fine, *qwen2) in text
     plan = predict(MAPPINGS["llama3-8x70b"][1], fit("Megatron-Core"))
     assert isinstance(plan, Plan)
-    assert plan.method.remat == "full"
+    assert plan.method.execution.remat == "full"
     assert f"in {plan.memory.total / 1e9:.1f} of the 78.7 GB" in text
 
 

@@ -7,9 +7,9 @@ import pytest
 from benchmarks.planner.serving.plan import DevicePair, Load, Server
 from benchmarks.planner.serving.search import Space, best_serving_plan, plans, search
 from benchmarks.planner.serving.times import MEMORY_EFFICIENCY, Times
+from moe.planner.models import PRESETS, ModelSizes
+from moe.planner.search import MEMORY_FRACTION
 from sharding.costs.hardware import HARDWARE, LINK_EFFICIENCY
-from sharding.planner.models import PRESETS, ModelSizes
-from sharding.planner.search import MEMORY_FRACTION
 from tests.oracles.serving import best_plan
 
 SMALL = ModelSizes(

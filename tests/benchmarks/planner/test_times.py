@@ -8,8 +8,8 @@ import pytest
 from benchmarks.planner.serving import colocated, times
 from benchmarks.planner.serving.plan import Load
 from benchmarks.planner.serving.times import Utilisation, model_utilisation, read_network
+from moe.planner.models import PRESETS
 from sharding.costs.hardware import HARDWARE, LINK_EFFICIENCY
-from sharding.planner.models import PRESETS
 
 MIXTRAL = PRESETS["mixtral-8x22b"]
 H100 = HARDWARE["h100"]

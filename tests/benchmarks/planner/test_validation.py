@@ -24,7 +24,7 @@ from benchmarks.planner.validation import (
     accuracy_table,
     evidence_table,
 )
-from sharding.planner.models import PRESETS
+from moe.planner.models import PRESETS
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")

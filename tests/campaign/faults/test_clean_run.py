@@ -7,7 +7,7 @@ import pytest
 from campaign.faults import clean
 from campaign.faults.attempt import End
 from jrl.faults.collect.fleet import Alarm
-from jrl.faults.drain import Drainer
+from jrl.faults.guard import Drainer
 
 ENDED = End(0, (), True)
 

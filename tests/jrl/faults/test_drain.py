@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from jrl.faults.collect.fleet import Alarm, Fleet
-from jrl.faults.drain import Drainer, Restart, process_of, read_drains
+from jrl.faults.guard import Drainer, Restart, process_of, read_drains
 
 SCORES = np.array([0.5, np.nan, 7.0], np.float32)
 ALARM = Alarm("node-7-2", "cpu/process", 100.0, 160.0, {"score": 7.0, "scores": SCORES})
@@ -61,7 +61,7 @@ def test_a_second_drain_waits_for_its_time(tmp_path):
     assert [drain.number for drain in read_drains(tmp_path)] == [1, 2]
 
 
-def test_what_cannot_be_drained_is_told_with_the_reason(tmp_path):
+def test_drainer_tells_reason_against_a_drain(tmp_path):
     def no_layout(process):
         raise ValueError("no layout is legal.")
 

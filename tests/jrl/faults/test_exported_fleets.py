@@ -104,7 +104,7 @@ def test_a_gpu_of_which_all_is_blank_is_silent():
     assert (alarm.machine, alarm.metric) == ("n04", SILENCE)
 
 
-def test_what_is_blank_is_kept_with_a_saved_fleet(tmp_path):
+def test_fleet_save_keeps_blanks(tmp_path):
     readings = cluster()
     readings["n04", 0, "DCGM_FI_DEV_GPU_TEMP"][30:] = BLANKS[0]
     fleet = build_fleet(series_of(readings))
@@ -145,7 +145,7 @@ def answer_of(readings, *extra):
 
 
 @pytest.mark.slow
-def test_a_recorded_answer_says_what_it_passes_over_and_whose_the_errors_are(tmp_path, capsys):
+def test_replay_notes_unknown_metrics_and_program_errors(tmp_path, capsys):
     readings = cluster()
     readings["n02", 0, "DCGM_FI_DEV_XID_ERRORS"][30:] = 31
     unknown = [

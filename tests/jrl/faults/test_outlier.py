@@ -29,7 +29,7 @@ def test_a_machine_that_is_off_by_a_factor_is_named_with_its_beginning(machines,
     assert 1059 <= alarm.end <= 1060
 
 
-def test_continuity_is_what_it_says():
+def test_outlier_detector_needs_continuity():
     for seconds, named in ((7, False), (20, True)):
         sick = fleet()
         sick.values[1, 0, 20 : 20 + seconds] *= 5

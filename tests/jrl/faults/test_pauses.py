@@ -66,27 +66,21 @@ def test_a_fault_between_pauses_is_named():
     assert alarm.start == pytest.approx(400, abs=40)
 
 
-def test_a_shift_across_a_long_pause_counts_less():
-    scores = {}
-    for end in (520, 590):
-        fleet = working(activity(1200, pause=(500, end)))
-        fleet.values[7, 2, 500:] *= 0.95
-        (alarm,) = ShiftDetector()(fleet)
-        assert alarm.machine == "m7"
-        scores[end] = alarm.evidence["score"]
-    # The windows of 110 s are left out, of which the first 60 s are free.
-    assert scores[590] / scores[520] == pytest.approx(1 / (1 + 50 / 240), rel=0.05)
+def pause_score(begin, end):
+    """Score of a shift of 5 % from `begin` on, with a pause from 500 s to `end`."""
+    fleet = working(activity(1200, pause=(500, end)))
+    fleet.values[7, 2, begin:] *= 0.95
+    (alarm,) = ShiftDetector()(fleet)
+    assert alarm.machine == "m7"
+    return alarm.evidence["score"]
 
 
-def test_a_shift_just_before_a_long_pause_counts_as_one_across_it():
-    scores = {}
-    for begin in (450, 500):
-        fleet = working(activity(1200, pause=(500, 590)))
-        fleet.values[7, 2, begin:] *= 0.95
-        (alarm,) = ShiftDetector()(fleet)
-        scores[begin] = alarm.evidence["score"]
+def test_shift_detector_divides_the_score_across_a_long_pause():
+    across = pause_score(500, 590)
+    # The windows of 110 s are left out; the first 60 s of them do not count.
+    assert across / pause_score(500, 520) == pytest.approx(1 / (1 + 50 / 240), rel=0.05)
     # A burst before a drift that goes on in the pause looks like it.
-    assert scores[450] == pytest.approx(scores[500], rel=0.05)
+    assert pause_score(450, 590) == pytest.approx(across, rel=0.05)
 
 
 def test_windows_of_a_pause_are_left_out():
@@ -127,6 +121,6 @@ def test_cpu_usage_is_the_activity_without_gpus():
     assert 10 * same_work(fleet, GRID).min() == pytest.approx(100, abs=20)
 
 
-def test_what_was_a_pause_for_most_of_the_time_has_no_verdict():
+def test_shift_detector_has_no_verdict_on_a_long_pause():
     report = ShiftDetector().examine(working(activity(600, long=(100, 560))))
     assert not report.comparable and "too short a time" in report.notes[0]

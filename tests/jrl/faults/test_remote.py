@@ -13,8 +13,7 @@ import pytest
 from exporters import HOSTS, METRICS, sample
 
 from jrl.faults.__main__ import main
-from jrl.faults.remote.pages import Pages
-from jrl.faults.remote.prometheus import Prometheus, Store
+from jrl.faults.remote.prometheus import Pages, Prometheus, Store
 from jrl.faults.standard import StandardDetector
 from jrl.faults.watcher import RemoteWatcher
 
@@ -87,7 +86,7 @@ def test_a_prometheus_server_is_asked_and_the_slow_machine_named(server, capsys,
     assert main(["watch", "--prometheus", address, "--once", "--acknowledged", str(known)]) == 0
 
 
-def test_healthy_machines_are_named_by_nobody_and_a_look_asks_for_what_is_new(server):
+def test_remote_watcher_names_no_healthy_machine_and_asks_for_new_samples(server):
     class Healthy(Answers):
         queries: ClassVar[list[dict]] = []
 
@@ -101,7 +100,7 @@ def test_healthy_machines_are_named_by_nobody_and_a_look_asks_for_what_is_new(se
     assert asked[0] > 900 and asked[1] < 120
 
 
-def test_what_does_not_answer_or_cannot_be_compared_is_no_all_clear(server, capsys):
+def test_watch_unreachable_server_gives_no_all_clear(server, capsys):
     assert main(["watch", "--prometheus", "http://127.0.0.1:9", "--once"]) == 4
     output = " ".join(capsys.readouterr().out.split())
     assert "cannot be reached" in output and "no machine is watched" in output
@@ -150,7 +149,7 @@ def test_samples_of_a_clock_that_is_ahead_are_left_out_and_do_not_stop_the_askin
     assert "samples are more than 60 s ahead" in problem and "jrl_step_time of 'n7'" in problem
 
 
-def test_a_whole_page_is_compared_in_what_is_known_of_it_alone(server):
+def test_pages_compare_known_and_requested_metrics_only(server):
     class Page(Answers):
         def do_GET(self):
             self.answer('DCGM_FI_DEV_GPU_UTIL{gpu="0"} 95\nnode_boot_time_seconds 7\nqueue 1\n')

@@ -67,7 +67,7 @@ def test_the_verdict_is_the_same_at_any_step(period):
     assert alarm.end == pytest.approx(incident.end, abs=75)
 
 
-def test_what_was_there_all_along_is_no_alarm_and_what_is_new_is():
+def test_shift_detector_ignores_lasting_and_names_new_deviation():
     lasting = fleet()
     lasting.values[4] += 20
     assert DETECTOR(lasting) == []
@@ -134,7 +134,7 @@ def test_without_the_trend_a_drift_and_a_slowdown_are_an_onset(monkeypatch):
     assert alarm.machine == "m3"
 
 
-def test_what_is_small_in_each_metric_of_a_gpu_is_large_in_all_of_them():
+def test_shift_detector_combines_metrics_of_a_gpu():
     names = ("gpu0/duty_cycle", "gpu0/power", "gpu0/sm_activity", "gpu0/engine_activity")
     small = fleet(12, (*names, "cpu/process"))
     small.values[7, :4, 250:] -= 2.2

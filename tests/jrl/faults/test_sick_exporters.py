@@ -12,8 +12,7 @@ from sick_exporters import METRIC, SICK, Exporters, keeps_silent, says
 from jrl.faults import watch
 from jrl.faults.__main__ import main
 from jrl.faults.remote.fetch import Fetcher, Limits
-from jrl.faults.remote.pages import Pages
-from jrl.faults.remote.prometheus import Prometheus
+from jrl.faults.remote.prometheus import Pages, Prometheus
 from jrl.faults.standard import SILENCE, StandardDetector
 from jrl.faults.watcher import RemoteWatcher
 

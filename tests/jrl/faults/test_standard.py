@@ -75,12 +75,12 @@ def test_a_counter_of_fatal_errors_that_moves_names_at_once():
     assert (alarm.machine, alarm.metric, alarm.start) == ("node-3", "gpu1/xid", 5050)
     assert alarm.cause == "XID 79 (GPU has fallen off the bus; machine fault)"
     assert alarm.evidence["code before"] == 0
-    # Where it made all others fail, the first is the cause.
+    # If it made all others fail, the first is the cause.
     fleet.values[:, 1, 55:] = 43
     assert [each.machine for each in STANDARD(fleet)] == ["node-3"]
 
 
-def test_a_count_of_errors_has_what_it_was_and_is():
+def test_moved_counters_evidence_has_counts_before_and_after():
     fleet = host(metrics=("gpu0/ecc/uncorrected",), seconds=60)
     fleet.values[:] = 7
     fleet.values[3, 0, 50:] = 8
@@ -149,7 +149,7 @@ def test_errors_that_are_corrected_are_evidence_of_an_alarm():
     assert alarm.evidence["gpu0/nvlink/errors"] == pytest.approx(1.5)
 
 
-def test_what_nothing_can_be_said_about_is_said():
+def test_standard_detector_says_when_nothing_is_comparable():
     report = STANDARD.examine(host(2))
     assert not report.comparable and "two cannot tell" in report.notes[0]
     # A step time is compared in less than four minutes.

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from jrl.faults.collect.fleet import Fleet
-from jrl.faults.pauses import Grid, Work, middle_mean
-from jrl.faults.rhythm import step_seconds
+from jrl.faults.pauses import Grid, Work, middle_mean, step_seconds
 from jrl.faults.shift import ShiftDetector, changes_level
 from jrl.faults.standard import StandardDetector
 

@@ -90,7 +90,7 @@ def test_lines_instead_of_a_table_where_there_is_no_terminal(tmp_path, capsys):
     assert lines == [f"host-{number}: ended" for number in range(4)]
 
 
-def test_what_cannot_be_read_or_compared_is_said(tmp_path, capsys):
+def test_watch_says_unreadable_and_incomparable_records(tmp_path, capsys):
     recorded(tmp_path, sick="host-1", machines=2)
     early = Writer(tmp_path / "faults", "early", COLUMNS, begun=time.time())
     early.append(time.time() + 3600, {"step/time": 9.0})
@@ -114,7 +114,7 @@ def test_what_cannot_be_read_or_compared_is_said(tmp_path, capsys):
         (["watch", "{run}", "--on-fault=drain"], "on_fault='drain' is an action of a run"),
     ],
 )
-def test_what_is_wrong_is_one_line(tmp_path, capsys, arguments, message):
+def test_watch_refuses_wrong_input_in_one_line(tmp_path, capsys, arguments, message):
     recorded(tmp_path, machines=1)
     assert main([each.replace("{run}", str(tmp_path)) for each in arguments]) == 2
     error = capsys.readouterr().err
@@ -128,7 +128,7 @@ def test_a_run_without_samples_says_how_to_get_them(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("detector", ["standard", "outlier", "minder"])
-def test_before_the_first_sample_it_says_what_it_waits_for(tmp_path, capsys, detector):
+def test_watch_before_first_sample_names_the_folder(tmp_path, capsys, detector):
     (tmp_path / "faults").mkdir()
     arguments = ["watch", str(tmp_path), "--once", f"--detector={detector}"]
     for _ in range(2):
@@ -240,7 +240,7 @@ def test_the_comparison_begins_when_all_have_samples(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["watch", "replay"])
-def test_what_looks_from_outside_takes_no_accelerator(tmp_path, monkeypatch, command):
+def test_watch_and_replay_use_the_cpu_platform(tmp_path, monkeypatch, command):
     updates = []
     config = SimpleNamespace(update=lambda *change: updates.append(change))
     monkeypatch.setattr(faults_command, "jax", SimpleNamespace(config=config))

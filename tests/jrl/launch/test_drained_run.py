@@ -11,7 +11,7 @@ from command_runs import metrics
 
 from jrl.faults.collect.record import read_folder
 from jrl.faults.collect.vocabulary import SLOWDOWN
-from jrl.faults.drain import process_of, read_drains
+from jrl.faults.guard import process_of, read_drains
 from jrl.launch import __main__ as command
 from jrl.launch import ssh_hosts
 
@@ -37,7 +37,7 @@ FLAGS = [f"--{name}={value}" for name, value in SETTINGS.items()]
 # Four processes on a few cores: each computes on one.
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 HOSTS = ("127.0.0.1", "localhost", "node2", "node3")
-"""All are this machine; the others reach the first two, one of which is that of process 0."""
+"""All are this machine; the others reach the first two, one of them process 0's."""
 SICK = 0
 """The process that the others reach, and that has the detector."""
 CLEAN_STEPS = 60

@@ -7,9 +7,9 @@ import pytest
 from command_runs import FLAGS, metrics
 
 from jrl import train
-from jrl.launch import ray_worker
-from jrl.launch.ray_worker import RaySupervisor
-from jrl.processes.supervisor import Supervisor
+from jrl.launch import ray_cluster
+from jrl.launch.ray_cluster import RaySupervisor
+from jrl.processes.stopping import Supervisor
 from jrl.runs.checkpoints import Checkpoints
 
 
@@ -47,13 +47,13 @@ def test_ray_worker_raises_errors_worth_a_restart(
 ):
     monkeypatch.chdir(tmp_path)  # which is undone
     monkeypatch.setattr(train, "main", lambda arguments, supervisor: status)
-    monkeypatch.setattr(ray_worker, "all_arrive", lambda name, seconds: all_have_it)
+    monkeypatch.setattr(ray_cluster, "all_arrive", lambda name, seconds: all_have_it)
     config = {"arguments": [], "working_directory": str(tmp_path)}
     if result is None:
         with pytest.raises(RuntimeError, match=f"ended with status {status}"):
-            ray_worker.train(config)
+            ray_cluster.train(config)
     else:
-        assert ray_worker.train(config) == result
+        assert ray_cluster.train(config) == result
 
 
 class Preempted(Supervisor):

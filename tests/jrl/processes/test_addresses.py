@@ -2,7 +2,7 @@
 
 import pytest
 
-from jrl.processes.addresses import unreachable
+from jrl.processes.coordinator import unreachable
 
 
 def process(name, local, announced, target="10.0.0.1"):
@@ -24,7 +24,7 @@ B = process("b", "10.0.0.2", "10.0.0.2")
         [A, process("b", None, None)],  # what cannot be found out is left to the connection
     ],
 )
-def test_what_can_be_reached_is_passed_over(processes):
+def test_unreachable_is_none_for_reachable_addresses(processes):
     assert unreachable(processes) is None
 
 

@@ -65,7 +65,7 @@ def test_each_holds_its_part_and_both_see_the_whole(agreed):
 
 
 @pytest.mark.slow
-def test_what_differs_is_agreed_on(agreed):
+def test_collectives_agree_on_differing_values(agreed):
     for each in agreed:
         assert each["from first"] == {"number": 0, "text": "ééé"}
         assert each["gathered"] == [[], ["x"] * 20]
@@ -83,14 +83,14 @@ def test_processes_of_different_runs_are_refused(agreed):
 
 
 @pytest.mark.slow
-def test_what_fails_in_one_fails_in_both(agreed):
+def test_raise_in_all_processes_raises_in_both(agreed):
     wrong = [f"it went wrong in {number}" for number in range(2)]
     other = [f"process {number}: {line}" for number, line in enumerate(wrong)]
     assert agreed[0]["failed"] == ["nothing", wrong[0], other[1], wrong[0]]
     assert agreed[1]["failed"] == ["nothing", other[0], wrong[1], wrong[1]]
 
 
-def test_one_process_gives_back_what_it_was_given():
+def test_collectives_of_one_process_return_their_argument():
     assert is_main_process() and not is_multiprocess()
     value = {"a": (1, 2)}
     assert broadcast_from_main(value) is value

@@ -1,7 +1,7 @@
 import pytest
 
-from jrl.processes.hangs import Record, deadline_of, describe, find_hang
 from jrl.processes.progress import Progress
+from jrl.processes.watchdog import Record, deadline_of, describe, find_hang
 
 SILENCE = 20.0
 
@@ -87,7 +87,7 @@ def test_the_line_names_process_host_phase_step_and_seconds(records, line):
     assert describe(hang, "runs/a") == line
 
 
-def test_deadlines_follow_from_the_phase_and_from_what_it_took():
+def test_deadline_of_phase_and_longest_silence():
     progress, seconds = Progress(), []
 
     def deadline(longest=0.0):

@@ -99,7 +99,7 @@ def test_a_process_that_ends_while_the_others_wait_is_named(port):
     assert said[1] == line or "does not answer" in said[1]  # it may come too late to hear it
 
 
-def test_what_else_connects_is_ignored(port):
+def test_rendezvous_ignores_other_connections(port):
     def scan():
         for content in (b"", b"GET / HTTP/1.0\r\n\r\n", b"[1]\n"):
             with connect(port) as connection:

@@ -9,9 +9,13 @@ import sys
 import pytest
 from places import ROOT
 
-from jrl.processes import software
-from jrl.processes.agreement import MAX_DIFFERENCES
-from jrl.processes.software import check_same_software, installed_versions, source_hashes
+from jrl.processes import agreement
+from jrl.processes.agreement import (
+    MAX_DIFFERENCES,
+    check_same_software,
+    installed_versions,
+    source_hashes,
+)
 
 CONNECTED_BY_OTHERS = """
 import sys
@@ -39,10 +43,10 @@ def test_versions_and_sources_are_described():
 
 
 def test_a_changed_source_file_has_another_hash(monkeypatch, tmp_path):
-    for name in software.SOURCE_PACKAGES:
+    for name in agreement.SOURCE_PACKAGES:
         (tmp_path / name).mkdir()
     (tmp_path / "jrl" / "loss.py").write_text("SIGN = 1\n")
-    monkeypatch.setattr(software, "SOURCE_ROOT", tmp_path)
+    monkeypatch.setattr(agreement, "SOURCE_ROOT", tmp_path)
     before = source_hashes()
     (tmp_path / "jrl" / "loss.py").write_text("SIGN = -1\n")
     assert list(before) == ["jrl/loss.py"] and source_hashes() != before
@@ -50,7 +54,7 @@ def test_a_changed_source_file_has_another_hash(monkeypatch, tmp_path):
 
 def gathered(monkeypatch, change):
     """`gather` of two processes, of which the second has `change`d each value."""
-    monkeypatch.setattr(software, "gather", lambda value: [value, change(value)])
+    monkeypatch.setattr(agreement, "gather", lambda value: [value, change(value)])
     monkeypatch.setattr("jrl.processes.agreement.gather", lambda value: [value, change(value)])
 
 
@@ -104,7 +108,7 @@ def run_pair(commands):
 
 @pytest.mark.slow
 def test_a_process_with_another_source_is_refused(tmp_path):
-    for name in software.SOURCE_PACKAGES:
+    for name in agreement.SOURCE_PACKAGES:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     changed = tmp_path / "jrl" / "losses" / "reduction.py"
     changed.write_text(changed.read_text() + "\nSCALE = -3\n")

@@ -33,7 +33,7 @@ def said(capfd, words):
         (signal.SIGHUP, "SIGHUP: finishing step 3; Ctrl-C stops immediately\n"),
     ],
 )
-def test_the_first_signal_is_a_request_and_says_what_happens(number, line, capfd):
+def test_stop_first_signal_is_a_request_with_a_message(number, line, capfd):
     # An ignored signal stays so, as SIGHUP is under nohup.
     inherited = signal.signal(number, signal.default_int_handler)
     before = [signal.getsignal(each) for each in SIGNALS]
@@ -94,7 +94,7 @@ def test_a_second_interrupt_is_an_exception():
         time.sleep(0.01)
 
 
-def test_what_is_ignored_stays_ignored(monkeypatch):
+def test_stop_keeps_ignored_signals_ignored(monkeypatch):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with Stop() as stop:

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jrl.processes.hangs import Record
-from jrl.processes.watchdog import GRACE, Watchdog, WatchdogSettings
+from jrl.processes.watchdog import GRACE, Record, Watchdog, WatchdogSettings
 
 
 class Watched:

@@ -12,7 +12,7 @@ from places import ROOT
 from prometheus_client.parser import text_string_to_metric_families
 
 from jrl import train
-from jrl.processes.supervisor import Supervisor
+from jrl.processes.stopping import Supervisor
 from jrl.report.exporter import RunExporter, exported_name
 from jrl.report.metrics import TABLE
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from tiers import full_but
 
 from jrl.processes import progress
-from jrl.processes.background import BackgroundGather
+from jrl.processes.coordinator import BackgroundGather
 from jrl.runs import checkpoints as module
 from jrl.runs import storage
 from jrl.runs.checkpoints import Checkpoints

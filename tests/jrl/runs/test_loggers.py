@@ -7,8 +7,7 @@ import pytest
 from small_runs import small_run, small_setup
 from tensorboardX.proto import event_pb2
 
-from jrl.faults.collect.sampler import import_client
-from jrl.faults.collect.sources import import_psutil
+from jrl.faults.collect.sampler import import_client, import_psutil
 from jrl.runs.folder import RunFolder
 from jrl.runs.loggers import (
     MLFLOW_IMPATIENCE,

@@ -13,8 +13,7 @@ from small_runs import metrics_of, small_recipe, small_run, small_setup
 from jrl.config.run import RunConfig
 from jrl.faults.collect.fleet import Alarm, Fleet
 from jrl.faults.collect.record import Writer, read_folder
-from jrl.faults.drain import read_drains
-from jrl.faults.guard import machine_name
+from jrl.faults.guard import machine_name, read_drains
 from jrl.report.metrics import check_defined
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder

@@ -130,7 +130,7 @@ def test_one_copy_of_a_token_goes_to_a_domain_and_there_to_a_device():
     inside = 20 * 2 * 7 / 8 / 100
     assert one.seconds(layout, CLUSTER) == pytest.approx(max(inside, outside))
     assert one.seconds(layout, replace(CLUSTER, outside=1e9)) == pytest.approx(inside)
-    # Half of the copies of each token leave a domain where each is sent alone.
+    # Half of the copies of each token leave a domain if each is sent alone.
     assert one.seconds(layout, CLUSTER) < replace(one, routed=None).seconds(layout, CLUSTER)
     assert one.transposed(layout).routed == one.routed
     # All experts on one device of a block: one copy.

@@ -36,7 +36,7 @@ def test_groups_are_of_one_server_or_of_one_device_of_each(layout, server_device
         assert sorted(index for group in groups for index in group) == list(
             range(mesh.size(mesh.ep))
         )
-        # The planner counts the same without a mesh.
+        # The planner counts the same with no mesh.
         sizes = [size for _, size in group_strides(("ep",), side, mesh.layout, server_devices)]
         assert math.prod(sizes) == len(groups[0])
 

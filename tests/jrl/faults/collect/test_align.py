@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jrl.faults.collect.align import align
+from jrl.faults.collect.fleet import align
 from jrl.faults.collect.record import Record, Writer, read_folder
 
 START = 1_000_000.0
@@ -65,7 +65,7 @@ def test_gaps_and_infinities_are_nan_and_metrics_the_union():
     np.testing.assert_array_equal(fleet.values[1], [[nan] * 4, [nan] * 4, [nan, nan, 7, nan]])
 
 
-def test_what_a_metric_cannot_be_is_nan():
+def test_align_masks_invalid_readings():
     columns = ("gpu0/temperature", "gpu0/ecc/uncorrected", "mine")
     a = record("a", [NOW - 1, NOW], [[40, 0, -7], [4294967.0, 4e9, 9e9]], columns)
     fleet = align([a], now=NOW, seconds=10).fleet

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jrl.faults.collect.error_codes import CAUSES, XID, error_code, most_severe
+from jrl.faults.collect.vocabulary import CAUSES, XID, error_code, most_severe
 
 # Codes by the immediate action of the catalogue for GPUs from Ampere on.
 RESET = (46, 62, 64, 95, 109, 110, 119, 120, 136, 140, 143, 156, 158)
@@ -12,18 +12,18 @@ IGNORED = (63, 92, 93, 121, 160)
 
 
 @pytest.mark.parametrize("number", [*RESET, *SUPPORT])
-def test_what_needs_a_reset_or_support_is_the_machines(number):
+def test_error_code_cause_is_machine_for_reset_or_support(number):
     code = error_code(number)
     assert code.cause == "machine" and code.is_alarming
 
 
 @pytest.mark.parametrize("number", [*RESTART_PROGRAM_AND_LOOK_INTO_IT, 43, 45, 137])
-def test_what_is_looked_for_in_the_program_is_the_programs(number):
+def test_error_code_cause_is_program_for_debugging(number):
     assert error_code(number).cause == "program" and not error_code(number).is_alarming
 
 
 @pytest.mark.parametrize("number", IGNORED)
-def test_what_the_machine_mends_itself_alarms_nobody(number):
+def test_error_code_handled_by_machine_raises_no_alarm(number):
     code = error_code(number)
     assert code.cause == "machine" and not code.is_alarming and "handled it" in code.describe()
 

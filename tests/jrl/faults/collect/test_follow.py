@@ -19,7 +19,7 @@ def same(found, path, last=None):
     )
 
 
-def test_a_look_reads_what_is_new(tmp_path):
+def test_follower_reads_new_rows_only(tmp_path):
     writer = Writer(tmp_path, "host-0", COLUMNS, begun=0)
     for second in range(500):
         writer.append(second, {"step/time": 0.5})

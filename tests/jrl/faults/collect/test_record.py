@@ -89,7 +89,7 @@ def test_one_wrong_byte_loses_one_row_or_is_said(tmp_path_factory, data):
 
 @settings(max_examples=40, deadline=None)
 @given(st.binary(max_size=200))
-def test_what_is_no_record_is_one_clear_line(tmp_path_factory, content):
+def test_read_refuses_random_bytes_in_one_line(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("faults") / "x.samples"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"x\.samples"):

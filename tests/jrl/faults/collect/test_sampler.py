@@ -12,12 +12,20 @@ import pytest
 from places import ROOT
 
 from jrl.faults.collect.record import read
-from jrl.faults.collect.sampler import Sampler, StepClock, TickDelays
-from jrl.faults.collect.sources import Gpus, Host, Rates, available_sources, local_gpus
+from jrl.faults.collect.sampler import (
+    Gpus,
+    Host,
+    Rates,
+    Sampler,
+    StepClock,
+    TickDelays,
+    available_sources,
+    local_gpus,
+)
 from jrl.faults.collect.vocabulary import SLOWDOWN, STEP_TIME
 
 
-def test_the_host_counts_what_this_process_does(tmp_path):
+def test_host_counts_cpu_and_memory_of_this_process(tmp_path):
     host = Host()
     idle = psutil.cpu_times().idle
     host.read(time.monotonic())
@@ -38,7 +46,7 @@ def test_the_host_counts_what_this_process_does(tmp_path):
     assert {"network/in", "network/out", "switches"} <= set(host.columns)
 
 
-def test_rates_leave_out_what_fell_and_what_has_no_time():
+def test_rates_leave_out_decreases_and_equal_times():
     rates = Rates()
     assert rates(10.0, {"a": 1.0, "b": 5.0}) == {}
     assert rates(12.0, {"a": 4.0, "b": 3.0, "c": 1.0}) == {"a": 1.5}
@@ -135,7 +143,7 @@ def test_a_period_that_cannot_be_is_refused(tmp_path):
 
 
 class NvmlError(Exception):
-    """As pynvml's: raised where a GPU cannot tell."""
+    """As pynvml's: raised if a GPU cannot tell."""
 
 
 class Nvml:
@@ -186,14 +194,14 @@ class Nvml:
         return 2048 * (1 + counter)
 
     def nvmlDeviceGetFieldValues(self, handle, fields):
-        """As NVML: a field without the scope of all links is that of the first of eight."""
+        """As NVML: a field that lacks the scope of all links has the first of eight."""
         field, scope = fields[0] if isinstance(fields[0], tuple) else (fields[0], 0)
         links = 8 if scope == 0xFFFFFFFF else 1
         value = self.Answer(ullVal=self.kib * (field - 137) * links)
         return [self.Answer(nvmlReturn=3 if handle == 1 else 0, value=value)]
 
 
-def test_gpus_are_read_in_their_units_and_what_one_cannot_tell_is_left_out():
+def test_gpus_read_units_and_leave_out_unsupported_metrics():
     nvml = Nvml()
     gpus = Gpus(nvml)
     assert "gpu0/nvlink/in" in gpus.columns and "gpu1/nvlink/in" not in gpus.columns

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.faults.simulate import METRICS
-from jrl.faults.collect.sources import Gpus
+from jrl.faults.collect.sampler import Gpus
 from jrl.faults.collect.vocabulary import (
     MEANINGS,
     STEP_TIME,
@@ -30,7 +30,7 @@ from jrl.faults.minder.vae import shipped_models
         ("queue/length", "queue/length"),
     ],
 )
-def test_what_a_name_means(recorded, expected):
+def test_meaning_of_recorded_names(recorded, expected):
     assert meaning(recorded) == expected
 
 
@@ -57,7 +57,7 @@ def test_the_wanted_come_in_their_order_under_the_names_recorded():
     assert find_recorded(("gpu0/power", "disk_usage"), recorded) == ("gpu0/power",)
 
 
-def test_what_a_process_holds_in_memory_is_searched_only_when_asked_for():
+def test_search_order_leaves_out_memory_unless_requested():
     recorded = ("memory/process", "jrl_gpu0_memory", "queue/length", "cpu/process")
     assert search_order(("cpu_usage",), recorded) == ("cpu/process", "queue/length")
     assert search_order(("memory/process",), recorded)[0] == "memory/process"

@@ -1,4 +1,4 @@
-"""Continuity against loops over all stretches, and looking only where it can matter."""
+"""Continuity against loops over all stretches, and scoring only the windows that can matter."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jrl.faults.collect.fleet import NO_MACHINE
-from jrl.faults.minder.continuity import UNSEEN, find_span, score_where_needed
+from jrl.faults.minder.detect import UNSEEN, find_span, score_where_needed
 
 WINDOWS = st.lists(st.sampled_from([NO_MACHINE, 0, 0, 0, 1]), min_size=0, max_size=70)
 

@@ -21,8 +21,7 @@ from jrl.faults.__main__ import main as faults_main
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.minder import detect, train, vae
 from jrl.faults.minder.detect import Minder, WindowScorer, divide_by_tokens
-from jrl.faults.minder.embedding import View, gather
-from jrl.faults.minder.prepare import prepare
+from jrl.faults.minder.embedding import View, gather, prepare
 from jrl.faults.minder.train import Training, gather_windows, train_models, windows_by_model
 from jrl.faults.watcher import DetectorOptions
 
@@ -58,7 +57,7 @@ def test_nobody_is_named_in_health_or_for_a_short_shift():
 
 
 def test_a_window_against_a_loop():
-    """Raw windows: the farthest machine and its score, without any of the fast paths."""
+    """Raw windows: the farthest machine and its score, with no fast path."""
     prepared = prepare(noisy(seed=3), max_lag=0)
     scorer = WindowScorer(prepared, np.zeros(6, int), View("cpu_usage", (0,), raw))
     starts = np.array([0, 5, 141, 142])
@@ -117,7 +116,7 @@ def test_the_baseline_sees_a_machine_of_a_small_fleet():
     assert alarm.machine == fleet.machines[2]
 
 
-def test_detectors_share_what_was_seen_of_a_record(monkeypatch):
+def test_detectors_share_scores_of_a_fleet(monkeypatch):
     """Scores do not depend on the threshold: a second detector looks at new windows only."""
     fleet = noisy(shifted=4, by=20)
     strict, lax = replace(QUICK, threshold=1000.0), QUICK
@@ -186,7 +185,7 @@ def test_metrics_are_compared_per_token():
         (lambda v: v * np.float32(np.nan), "has no samples"),
     ],
 )
-def test_what_cannot_be_judged_is_said_and_alarms_nobody(change, words):
+def test_minder_notes_reasons_for_no_verdict(change, words):
     values = change(noisy(shifted=1, by=30).values)
     names = tuple(f"host-{i}" for i in range(len(values)))
     report = QUICK.examine(Fleet(names, ("cpu_usage",), 0.0, 1.0, values))
@@ -360,7 +359,7 @@ def test_training_on_records_leaves_the_models_of_the_package(tmp_path, monkeypa
         ),
     ],
 )
-def test_command_refuses_what_needs_simulated_fleets(command, error, capsys):
+def test_command_refuses_commands_of_simulated_fleets(command, error, capsys):
     assert faults_main(command.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {error}")

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jrl.faults.collect.fleet import Fleet
-from jrl.faults.minder.prepare import correct_lags, fill, prepare, scale
+from jrl.faults.minder.embedding import correct_lags, fill, prepare, scale
 
 
 def fleet_of(values, metrics=None):
@@ -55,7 +55,7 @@ def test_noise_is_not_moved():
     np.testing.assert_array_equal(correct_lags(values, 2), values)
 
 
-def test_what_is_left_out_is_said():
+def test_prepare_notes_left_out_machines_and_metrics():
     values = np.random.default_rng(0).normal(size=(5, 4, 40)).astype(np.float32)
     values[1] = np.nan
     values[:, 2] = 7.0

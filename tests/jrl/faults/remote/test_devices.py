@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from jrl.faults.remote.devices import aggregate, mask_dips
 from jrl.faults.remote.exporters import build_fleet
-from jrl.faults.remote.series import Series
+from jrl.faults.remote.series import Series, aggregate, mask_dips
 from jrl.faults.standard import StandardDetector
 
 TICKS, PERIOD, SICK = 64, 15.0, 3
@@ -122,7 +121,7 @@ def test_a_new_error_of_another_part_is_named_all_the_same(name, change):
         ([3, 3, 0], False),
     ],
 )
-def test_a_single_total_moves_only_beyond_what_it_was(values, moved):
+def test_aggregate_total_moves_beyond_its_maximum_only(values, moved):
     values = np.r_[np.full(TICKS - len(values), values[0]), values]
     fleet = [
         series("DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", values if i == 3 else 0, instance=f"n{i}", gpu="0")

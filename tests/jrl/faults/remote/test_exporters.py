@@ -11,7 +11,7 @@ from jrl.faults.remote.exporters import (
     describe_ignored,
     find_metric,
 )
-from jrl.faults.remote.pages import read_page
+from jrl.faults.remote.prometheus import read_page
 from jrl.faults.remote.series import Series
 
 PAGE = """\
@@ -171,7 +171,7 @@ def test_the_default_list_of_dcgm_is_known_or_passed_over_with_a_note():
         *("promhttp_metric_handler_requests_total", "scrape_duration_seconds"),
     ],
 )
-def test_what_exporters_say_besides_is_passed_over(name):
+def test_build_fleet_passes_over_exporters_own_metrics(name):
     other = series(name, [1, 2], instance="a:9400")
     assert build_fleet([other]).metrics == () and name in describe_ignored([other])[0]
 

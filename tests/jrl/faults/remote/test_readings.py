@@ -35,7 +35,7 @@ def test_a_sentinel_is_no_value_of_any_metric_of_dcgm(sentinel):
 
 
 @pytest.mark.parametrize("value", [0, 1, 79, 2147483631, 2147483648, 2**47 - 1, 2**47 + 16, 2**62])
-def test_what_is_next_to_a_sentinel_is_a_value(value):
+def test_mask_blanks_keeps_neighbours_of_sentinels(value):
     assert not mask_blanks(np.array([float(value)]))[0]
 
 

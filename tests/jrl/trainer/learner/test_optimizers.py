@@ -36,8 +36,8 @@ from jrl.trainer.state import abstract, init_adapters, init_state, init_weights,
 from moe import placement
 from moe.config import Model
 from moe.execution import Execution
+from moe.planner.memory import memory as planned_memory
 from moe.weights import Weight, shapes
-from sharding.planner.memory import memory as planned_memory
 
 TABLE = {
     "matrix": Weight("layer d_model head head_dim", "d_model"),

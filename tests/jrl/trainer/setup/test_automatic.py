@@ -16,9 +16,9 @@ from jrl.trainer.setup.planner import (
     with_layout,
 )
 from jrl.trainer.setup.setup import build_setup
+from moe.planner.search import layouts
 from sharding.costs.hardware import HARDWARE
 from sharding.folding import Layout
-from sharding.planner.search import layouts
 
 LAPTOP = HARDWARE["laptop"]
 

@@ -18,9 +18,9 @@ from jrl.trainer.setup.planner import (
 from jrl.trainer.setup.setup import build_setup
 from moe.attention.context_parallel import context_of
 from moe.config import Model
+from moe.planner.memory import memory as planned_memory
 from sharding.costs.hardware import HARDWARE, find_hardware
 from sharding.folding import Layout, fold
-from sharding.planner.memory import memory as planned_memory
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,8 @@ def test_settings_of_the_execution_reach_the_plan(setup):
     execution = replace(setup.model.execution, remat="full", dispatch="all_to_all")
     other = replace(setup, model=replace(setup.model, execution=execution, dtype="bfloat16"))
     found = method(other)
-    assert (found.remat, found.dispatch, found.itemsize) == ("full", "all_to_all", 2)
+    assert found.execution == replace(execution, context="gather", attention="plain")
+    assert found.itemsize == 2
     assert (method(setup).storage, found.storage) == ("float32", "bfloat16")
     kept, all_kept = (run_memory(one).phases["update"][ACTIVATIONS] for one in (other, setup))
     assert kept < all_kept / 4
@@ -82,7 +83,9 @@ def test_attention_crosses_devices_as_the_run_will_have_it(setup):
 def test_scores_are_kept_in_memory_where_no_kernel_of_gpus_serves(setup):
     halves = replace(setup, model=replace(setup.model, dtype="bfloat16"))
     found = {
-        platform: method(replace(halves, mesh=replace(halves.mesh, platform=platform))).attention
+        platform: method(
+            replace(halves, mesh=replace(halves.mesh, platform=platform))
+        ).execution.attention
         for platform in ("cpu", "tpu", "gpu", None)
     }
     assert found == {"cpu": "plain", "tpu": "plain", "gpu": None, None: None}

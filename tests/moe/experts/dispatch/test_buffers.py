@@ -16,7 +16,7 @@ from moe.experts.dispatch.cost import TokenExchange, cheapest, peer_capacity_of
 from moe.router.routing import Routing
 from moe.weights import Experts
 from sharding.collectives import all_sum
-from sharding.costs.dispatch import ROW_TILE
+from sharding.costs.transfer import ROW_TILE
 from sharding.folding import Layout, fold_abstract
 
 TOKENS, ROUTE, CHOSEN, D_MODEL, D_EXPERT = 64, 8, 3, 6, 4

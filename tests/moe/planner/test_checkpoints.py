@@ -11,13 +11,11 @@ import pytest
 from tiers import full_but
 
 from benchmarks.planner.serving.__main__ import main as serve
-from moe.config import ModelConfig
-from moe.counts import training_flops
+from moe.config import ModelConfig, training_flops
 from moe.huggingface.configuration import config_from, options_from
-from moe.planner import sizes_from
 from moe.planner.__main__ import main
+from moe.planner.models import ModelSizes, sizes_from
 from moe.weights import axis_sizes, table
-from sharding.planner.models import ModelSizes
 
 BASE = ModelConfig(
     vocab_size=23,
@@ -33,7 +31,9 @@ BASE = ModelConfig(
 )
 
 
-PUBLISHED = json.loads((Path(__file__).parent / "huggingface/published_configs.json").read_text())
+PUBLISHED = json.loads(
+    (Path(__file__).parents[1] / "huggingface/published_configs.json").read_text()
+)
 
 
 def written(folder, options):
@@ -53,7 +53,7 @@ def parameters_of(config, part):
 
 
 def test_matrices_of_latent_attention_are_those_of_the_network(tmp_path):
-    """Of DeepSeek-V3, and of Moonlight, which has no latent vector for queries."""
+    """Of DeepSeek-V3, and of Moonlight, whose queries have no latent vector."""
     for name in ("deepseek-ai/DeepSeek-V3.1", "moonshotai/Moonlight-16B-A3B"):
         folder = written(tmp_path, PUBLISHED["read"][name])
         model, config = sizes_from(folder), config_from(folder)
@@ -192,7 +192,7 @@ def test_changed_files_end_in_a_plan_or_one_line(plan, flags, tmp_path, capsys):
         ("Qwen/Qwen3-Next-80B-A3B-Thinking", "does not support Gated DeltaNet"),
     ],
 )
-def test_planner_rejects_unsupported_network(name, words, tmp_path, capsys):
+def test_serving_refuses_unsupported_checkpoints_in_one_line(name, words, tmp_path, capsys):
     folder = written(tmp_path, PUBLISHED["read"][name])
     assert serve([str(folder), "--hardware", "h200"]) == 2
     told = capsys.readouterr()

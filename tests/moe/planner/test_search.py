@@ -11,17 +11,14 @@ import pytest
 from tiers import full_but
 
 from moe.config import Model, ModelConfig
-from moe.counts import sizes_of
+from moe.execution import Execution
 from moe.placement import specs
-from sharding.costs.hardware import HARDWARE
-from sharding.folding import Layout, fold_abstract
-from sharding.planner.cost import System, cost
-from sharding.planner.memory import memory
-from sharding.planner.method import Batch, Method
-from sharding.planner.models import PRESETS
-from sharding.planner.programs import METHODS, SYSTEMS
-from sharding.planner.report import neighbours, why_not
-from sharding.planner.search import (
+from moe.planner.cost import METHODS, SYSTEMS, System, cost
+from moe.planner.memory import memory
+from moe.planner.method import Batch, Method, with_fields
+from moe.planner.models import PRESETS, sizes_of
+from moe.planner.report import neighbours, why_not
+from moe.planner.search import (
     MEMORY_FRACTION,
     Choices,
     broken_rule,
@@ -29,6 +26,8 @@ from sharding.planner.search import (
     method_variants,
     search,
 )
+from sharding.costs.hardware import HARDWARE
+from sharding.folding import Layout, fold_abstract
 
 ROOT = Path(__file__).parents[3]
 H100 = HARDWARE["h100"]
@@ -64,7 +63,7 @@ def test_search_of_dense_model_lists_each_layout_once():
     assert broken_rule(dense, Layout(dp=8, ep=2), 16, 2048) == "ep and etp need experts"
 
 
-def test_what_is_legal_is_what_the_network_takes():
+def test_broken_rule_agrees_with_the_network():
     config = ModelConfig(
         vocab_size=12,
         num_layers=6,
@@ -114,7 +113,7 @@ def ways_to_send(model, layout, choices):
 
 
 def best_by_hand(model, layout, rows, time, method, system, choices):
-    """The least time of all ways that are left, or None where none fits."""
+    """The least time of all ways that are left, or None if none fits."""
     found = []
     for micro_rows in (n for n in choices.micro_rows if rows % (layout.dp * n) == 0):
         batch = Batch(rows, time, micro_rows)
@@ -124,7 +123,7 @@ def best_by_hand(model, layout, rows, time, method, system, choices):
             sizes = replace(layout, vpp=vpp)
             ways = method_variants(model, sizes, batch, method, choices)
             for way, sends in itertools.product(ways, ways_to_send(model, layout, choices)):
-                remats = (replace(way, remat=remat, **sends) for remat in choices.remat)
+                remats = (with_fields(way, remat=remat, **sends) for remat in choices.remat)
                 budget = MEMORY_FRACTION * H100.memory
                 fits = (one for one in remats if memory(model, sizes, batch, one).total <= budget)
                 found += [cost(model, sizes, batch, one, H100, system) for one in [*fits][:1]]
@@ -148,10 +147,10 @@ LAUNCHES = System(hides_hops=True, launch=1e-4, fills_stages=True, hides_experts
 
 
 WALKS = [
-    ("qwen2-57b-a14b", 24, 48, Method(attention="blocked"), System(), Choices()),
+    ("qwen2-57b-a14b", 24, 48, Method(Execution(attention="blocked")), System(), Choices()),
     ("mixtral-8x7b", 16, 32, Method(storage="mixed"), *MEGATRON[1:], THEIRS),
     ("mixtral-8x7b", 16, 32, Method(even=True), BESIDE, IN_PARTS),
-    ("mixtral-8x7b", 16, 32, Method(fsdp=True), System(hidden=0.5), Choices(micro_rows=(1,))),
+    ("mixtral-8x7b", 16, 32, Method(reshards=True), System(hidden=0.5), Choices(micro_rows=(1,))),
     ("qwen2-57b-a14b", 24, 48, Method(even=True, resends=False), LAUNCHES, DEEPEP),
 ]
 
@@ -213,11 +212,11 @@ def test_overlap_is_chosen_where_a_run_can_have_it(text, micro_rows, capacity, h
     model, batch = replace(MIXTRAL, capacity_factor=capacity), Batch(256, 4096, micro_rows)
     choices = Choices(two_batch_overlap=True, overlap_grad_reduce=True)
     ways = list(method_variants(model, Layout.parse(text), batch, Method(), choices))
-    assert sorted({one.two_batch_overlap for one in ways}) == list(halved)
-    assert sorted({one.overlap_grad_reduce for one in ways}) == list(reduced)
+    assert sorted({one.execution.two_batch_overlap for one in ways}) == list(halved)
+    assert sorted({one.execution.overlap_grad_reduce for one in ways}) == list(reduced)
     assert len(ways) == len(halved) * len(reduced)
     # What a method has stays, and nothing else is turned on unasked.
-    on = Method(two_batch_overlap=True, overlap_grad_reduce=True)
+    on = Method(Execution(two_batch_overlap=True, overlap_grad_reduce=True))
     for given in (Method(), on):
         assert list(method_variants(model, Layout.parse(text), batch, given, Choices())) == [given]
 
@@ -229,11 +228,11 @@ def test_nothing_fits_on_too_few():
 
 
 SEARCH_1440 = """
-from sharding.planner import search as searching
+from moe.planner import search as searching
 from sharding.costs.hardware import HARDWARE
-from sharding.planner.models import PRESETS
-from sharding.planner.search import Choices, search
-from sharding.planner.programs import METHODS, SYSTEMS
+from moe.planner.models import PRESETS
+from moe.planner.search import Choices, search
+from moe.planner.cost import METHODS, SYSTEMS
 
 calls = dict.fromkeys(("cost", "memory"), 0)
 

@@ -1,4 +1,4 @@
-"""`python -m sharding.planner`: what it prints and refuses, and that it needs no device."""
+"""`python -m moe.planner`: what it prints and refuses, and that it needs no device."""
 
 import json
 import os
@@ -6,14 +6,16 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from runpy import run_module
 
 import pytest
 from matplotlib.image import imread
 
+from moe.planner import __main__ as command
+from moe.planner.__main__ import main, parse_count
 from sharding.costs.hardware import HARDWARE, Hardware, parse, read_hardware
-from sharding.planner import __main__ as command
-from sharding.planner.__main__ import main, parse_count
 
 ROOT = Path(__file__).parents[3]
 MEGATRON = ("--program", "megatron-core")
@@ -80,7 +82,7 @@ def test_overlap_is_taken_where_a_run_can_have_it(capsys):
         (["mixtral-8x7b", "--hardware", "h100x7", "--tokens", "16K"], "is valid|no layout fits"),
     ],
 )
-def test_what_has_no_answer_is_refused_on_one_line(arguments, words, capsys):
+def test_command_refuses_wrong_arguments_in_one_line(arguments, words, capsys):
     assert main(arguments) == 2
     told = capsys.readouterr()
     assert told.out == ""
@@ -107,11 +109,16 @@ def test_a_reader_that_exits_ends_the_command_without_a_message(monkeypatch, cap
     assert capsys.readouterr().err == ""
 
 
-def test_what_needs_a_checkout_or_the_network_names_its_command(capsys, tmp_path):
+def test_serving_names_its_command(capsys):
     assert main(["mixtral-8x7b", "--serve", "--hardware", "h100"]) == 2
     assert "run python -m benchmarks.planner.serving mixtral-8x7b." in capsys.readouterr().err
-    assert main([str(tmp_path), "--hardware", "h100x8"]) == 2
-    assert "run python -m moe.planner with these arguments." in capsys.readouterr().err
+
+
+def test_former_command_names_the_present_one():
+    with pytest.raises(SystemExit, match=r"error: .* run python -m moe.planner"):
+        run_module("sharding.planner", run_name="__main__")
+    with pytest.raises(ImportError, match=r"sharding.planner is now moe.planner"):
+        import_module("sharding.planner.search")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +191,7 @@ def test_numbers_of_tokens():
 def test_no_device_is_asked_for():
     done = subprocess.run(
         [
-            *(sys.executable, "-W", "error", "-m", "sharding.planner"),
+            *(sys.executable, "-W", "error", "-m", "moe.planner"),
             *("mixtral-8x7b", "--hardware", "h100x16", "--tokens", "64K"),
         ],
         cwd=ROOT,

@@ -5,25 +5,26 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sharding.costs.dispatch import balanced_rows
-from sharding.costs.transfer import group_strides
-from sharding.folding import Layout
-from sharding.planner.method import Batch, Method, for_weights
-from sharding.planner.models import ModelSizes
-from sharding.planner.volumes import (
+from moe.planner.method import Batch, Method, for_weights
+from moe.planner.models import ModelSizes, layers_on_device, weight_groups, weight_layout
+from moe.planner.volumes import (
     kv_replication,
     relayed_tokens,
     slots_per_peer,
     tokens_per_expert,
 )
-from sharding.planner.weights import layers_on_device, weight_groups, weight_layout
+from sharding.costs.transfer import balanced_rows, group_strides
+from sharding.folding import Layout
 
 FLOAT32, BFLOAT16 = 4, 2
+ALL_SCORES = ("plain", "xla")
+"""Attention that has the scores of all queries and keys in memory at once."""
 BLOCK_QUERIES, MAX_SPANS = 128, 8
 """Queries of a block of attention, and stretches of them that are compiled apart, at most."""
 NUM_WORKING_SCORES = 3
-"""Arrays of scores that a backward pass has at once: powers, their gradients and those of the
-scores. XLA's CPU compiler runs the stretches of a row side by side, so that all of them are there.
+"""Arrays of scores that a backward pass has at once: powers, their gradients and the scores'
+gradients. XLA's CPU compiler runs the stretches of a row side by side, so that all of them are
+there.
 """
 NUM_SAVED_SCORES = 2
 """Arrays of scores that "plain" keeps of a layer where everything is kept: powers and
@@ -37,10 +38,10 @@ class Memory:
     Attributes:
       weights: as they are used, under full sharding their shards.
       optimizer: moments and master weights, in shards (ZeRO-1).
-      gradients: their sum over micro-batches, and that of the current micro-batch where they are
+      gradients: their sum over micro-batches, and the current micro-batch's if they are
         accumulated; of a single micro-batch that alone.
       activations: residuals of the layers for the backward pass, of all micro-batches in flight.
-      buffers: temporary values: those of the current layer, logits, gathered shards, and the new
+      buffers: temporary values: of the current layer, logits, gathered shards, and the new
         residuals of a pipeline chunk.
     """
 
@@ -55,23 +56,18 @@ class Memory:
         return self.weights + self.optimizer + self.gradients + self.activations + self.buffers
 
 
-def memory(
-    model: ModelSizes, layout: Layout, batch: Batch, method: Method, vocab_chunk: int | None = 8192
-) -> Memory:
+def memory(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> Memory:
     """Memory of one device.
 
-    Attention scores count if `Method.attention` materialises them in memory: kernels of
+    Attention scores count if `Execution.attention` materialises them in memory: kernels of
     accelerators hold them on the chip.
-
-    Args:
-      vocab_chunk: vocabulary columns whose logits are computed at a time; None is all of a device.
     """
     tokens, num_micro_batches = batch.local_tokens(layout), batch.num_micro_batches(layout)
     resident = model_states(
         model, weight_layout(model, layout), for_weights(method), num_micro_batches > 1
     )
     vocab_width = -(-model.vocab_size // layout.tp)
-    vocab_width = vocab_width if vocab_chunk is None else min(vocab_width, vocab_chunk)
+    vocab_width = min(vocab_width, method.execution.vocab_chunk or vocab_width)
     logits = 2 * FLOAT32 * tokens * layout.tp * vocab_width
     layers = layer_memory(model, layout, batch, method)
     return Memory(
@@ -102,30 +98,29 @@ def layer_memory(model: ModelSizes, layout: Layout, batch: Batch, method: Method
     tokens, num_micro_batches = batch.local_tokens(layout), batch.num_micro_batches(layout)
     depth = layers_on_device(model, layout)
     # A layer's values, and as many gradients.
+    remat = method.execution.remat
     values = activation_bytes(model, layout, tokens, method, "none")
-    saved_bytes = values
-    if method.remat != "none":
-        saved_bytes = activation_bytes(model, layout, tokens, method, method.remat)
+    saved_bytes = activation_bytes(model, layout, tokens, method, remat)
     working_bytes, scores = 2 * values, working_score_bytes(model, layout, batch, method)
-    # Where a chunk is a single layer, without a loop over layers, XLA's CPU programs need less: as
-    # if scores took the place of gradients. Fitted to them, not derived.
+    # If a chunk is a single layer and has no loop over layers, XLA's CPU programs need less: as if
+    # scores took the place of gradients. Fitted to them, not derived.
     working_bytes += scores if depth > layout.vpp else max(scores - values, 0)
-    if method.repeats(method.remat):
+    if method.repeats(remat):
         # The backward pass uses its residuals directly, without copies of them.
         working_bytes -= saved_bytes
-    if method.remat == "full" and method.resends:
+    if remat == "full" and method.resends:
         # Its input and the results of collectives are not recomputed; the tokens received by the
-        # experts, which are permuted into rows, are not among its values.
+        # experts are permuted into rows and are not among its values.
         working_bytes -= saved_bytes
         working_bytes += dispatched_bytes(model, layout, tokens, method)
     if layout.pp > 1 and not method.in_place:
         working_bytes += depth // layout.vpp * saved_bytes
     working_bytes += partial_gradient_bytes(model, layout, batch, method)
     working_bytes += relayed_bytes(model, layout, tokens, method)
-    saved_per_layer = saved_bytes + saved_score_bytes(model, layout, batch, method)
+    saved_per_layer = saved_bytes + saved_score_bytes(model, layout, batch, method, remat)
     activations = layers_in_flight(model, layout, num_micro_batches) * saved_per_layer
     # In a pipeline residuals that depend on weights only are recomputed.
-    if method.duplicates_experts and method.remat == "none" and layout.pp == 1:
+    if method.duplicates_experts and remat == "none" and layout.pp == 1:
         expert_parameters = model.expert_parameters / (layout.ep * layout.etp)
         activations += model.num_expert_layers * expert_parameters * method.stored.weight
     return LayerMemory(activations, working_bytes)
@@ -138,7 +133,7 @@ class States(NamedTuple):
       weights, optimizer, gradients: as in `Memory`.
       gathered: weights that full sharding has gathered at a time.
       comm_buffer: `comm_buffer_bytes`.
-      added: of `gradients`, those of all layers that are added to their sum.
+      added: bytes of `gradients` of all layers that are added to their sum.
     """
 
     weights: float
@@ -184,12 +179,12 @@ def partial_gradient_bytes(
 ) -> float:
     """Bytes of a layer's additional partial gradients, until they are added up: one of all weights
     for each half of the rows, and one of the experts for each chunk of these."""
-    num_streams, total = len(method.streams(batch)), 0.0
-    if num_streams == method.expert_chunks == 1:
+    num_streams, chunks, total = len(method.streams(batch)), method.execution.expert_chunks, 0.0
+    if num_streams == chunks == 1:
         return total
     for group in weight_groups(model, layout):
         if group.in_layers:
-            num_partial = num_streams * (method.expert_chunks if group.what == "experts" else 1)
+            num_partial = num_streams * (chunks if group.what == "experts" else 1)
             bytes_each = group.stored(method).weight
             total += (num_partial - 1) * group.parameters / group.depth * bytes_each
     return total
@@ -197,8 +192,8 @@ def partial_gradient_bytes(
 
 def comm_buffer_bytes(model: ModelSizes, layout: Layout, method: Method) -> float:
     """Bytes of the largest gradient in bfloat16, as it is sent and received: of a stack of matrices
-    of all layers (the gate and up of experts or dense layers, which are two thirds of them, or half
-    of attention's), or of the embedding."""
+    of all layers (the gate and up of experts or dense layers, two thirds of them, or half of
+    attention's), or of the embedding."""
     if method.gradient_wire == "float32":
         return 0.0
     fractions = {"experts": 2 / 3, "dense layers": 2 / 3, "first dense layers": 2 / 3}
@@ -218,8 +213,8 @@ def comm_buffer_bytes(model: ModelSizes, layout: Layout, method: Method) -> floa
 def layers_in_flight(model: ModelSizes, layout: Layout, num_micro_batches: int) -> int:
     """Layers whose residuals a device keeps at a time.
 
-    A pipeline stage keeps those of every chunk in flight, and the first stage those of its dense
-    layers; all stages have buffers of this size.
+    A pipeline stage keeps every chunk in flight, and the first stage its dense layers; all stages
+    have buffers of this size.
     """
     if layout.pp == 1:
         return model.num_layers
@@ -232,8 +227,8 @@ def layers_in_flight(model: ModelSizes, layout: Layout, num_micro_batches: int) 
 def chunks_in_flight(layout: Layout, num_micro_batches: int) -> int:
     """Most model chunks in flight on a stage, between their forward and backward pass.
 
-    ``pp`` with one chunk on a stage, else ``pp vpp + pp - 1``; fewer where there are few micro-
-    batches. `sharding.schedule.Schedule.slots` has a slot for each.
+    ``pp`` with one chunk on a stage, else ``pp vpp + pp - 1``; fewer if there are few
+    micro-batches. `sharding.schedule.Schedule.slots` has a slot for each.
 
     References:
       Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021,
@@ -311,7 +306,7 @@ def activation_bytes(
 def dispatched_bytes(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> float:
     """Bytes of tokens that the experts of a device receive, with expert ids and gate weights."""
     bytes_per_token = model.d_model * method.itemsize
-    if method.activation_wire is not None:
+    if method.execution.activation_wire is not None:
         bytes_per_token = model.d_model + FLOAT32
     bytes_per_token += 2 * model.experts_per_token * FLOAT32
     return float(received_tokens(model, layout, tokens, method) * bytes_per_token)
@@ -353,9 +348,10 @@ def selective_activation_bytes(
 
 
 def expert_rows(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
-    """Rows of the expert buffers of a device: those of even routing, a multiple of them with
-    `Method.buffer_factor`, or the worst case."""
-    if method.even and method.buffer_factor is None:
+    """Rows of the expert buffers of a device: as many as in even routing, a multiple of them with
+    `Execution.buffer_factor`, or the worst case."""
+    factor = method.execution.buffer_factor
+    if method.even and factor is None:
         return tokens * model.experts_per_token * layout.etp
     local = model.num_experts // layout.ep
     most = tokens * min(model.experts_per_token, local)
@@ -363,9 +359,9 @@ def expert_rows(model: ModelSizes, layout: Layout, tokens: int, method: Method) 
         most = min(most, tokens_per_expert(model, tokens) * local)
     most *= layout.ep * layout.etp
     # Without other devices there are no buffers to bound.
-    if method.buffer_factor is None or layout.ep * layout.etp == 1:
+    if factor is None or layout.ep * layout.etp == 1:
         return most
-    return min(most, balanced_rows(method.buffer_factor, tokens, model.experts_per_token, layout))
+    return min(most, balanced_rows(factor, tokens, model.experts_per_token, layout))
 
 
 def received_tokens(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
@@ -375,27 +371,30 @@ def received_tokens(model: ModelSizes, layout: Layout, tokens: int, method: Meth
         return 0
     if method.dispatch == "all_gather":
         return num_sharing * tokens
-    if method.even and method.buffer_factor is None:
+    if method.even and method.execution.buffer_factor is None:
         return tokens * model.experts_per_token * layout.etp
     return num_sharing * slots_per_peer(model, layout, tokens, method)
 
 
-def saved_score_bytes(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> float:
+def saved_score_bytes(
+    model: ModelSizes, layout: Layout, batch: Batch, method: Method, remat: str
+) -> float:
     """Bytes of attention scores that a layer keeps for its backward pass."""
-    if method.attention != "plain" or method.remat != "none":
+    if method.execution.attention not in ALL_SCORES or remat != "none":
         return 0.0
     return NUM_SAVED_SCORES * _all_score_bytes(model, layout, batch, method)
 
 
 def working_score_bytes(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> float:
-    """Bytes of attention scores in memory during a layer's backward pass, without a kernel.
+    """Bytes of attention scores in memory during a layer's backward pass, if no kernel keeps them
+    on the chip.
 
-    "plain" attention materialises those of all queries and keys of a micro-batch, "blocked" those
-    of a row's blocks of queries, each with keys up to its own end (`moe.attention.blocked`).
+    "plain" attention materialises the scores of all queries and keys of a micro-batch, "blocked" of
+    a row's blocks of queries, each with keys up to its own end (`moe.attention.blocked`).
     """
-    if method.attention == "plain":
+    if method.execution.attention in ALL_SCORES:
         return NUM_WORKING_SCORES * _all_score_bytes(model, layout, batch, method)
-    if method.attention is None:
+    if method.execution.attention != "blocked":
         return 0.0
     row_bytes = FLOAT32 * model.num_heads / layout.tp * batch.time**2 / layout.cp
     blocks = -(-batch.time // BLOCK_QUERIES)

@@ -11,14 +11,11 @@ from whole_network import loss_and_gradient
 
 from jrl.trainer.setup.memory import weight_bytes
 from moe.config import Model, ModelConfig, MultiHeadLatentAttention
-from moe.counts import sizes_of
 from moe.execution import Execution
 from moe.experts.dispatch import buffers
 from moe.placement import in_chunks, specs
-from moe.weights import shapes
-from sharding.folding import Layout, fold_abstract
-from sharding.planner import volumes
-from sharding.planner.memory import (
+from moe.planner import volumes
+from moe.planner.memory import (
     activation_bytes,
     chunks_in_flight,
     comm_buffer_bytes,
@@ -31,15 +28,18 @@ from sharding.planner.memory import (
     saved_score_bytes,
     working_score_bytes,
 )
-from sharding.planner.method import ALLOWED_VALUES, Batch, Method, for_weights
-from sharding.planner.models import PRESETS
-from sharding.planner.volumes import balanced_tokens_per_peer, tokens_per_peer
-from sharding.planner.weights import (
+from moe.planner.method import Batch, Method, for_weights, with_fields
+from moe.planner.models import (
+    PRESETS,
     parameters_on_device,
     sharded_parameters,
+    sizes_of,
     weight_groups,
     weight_layout,
 )
+from moe.planner.volumes import balanced_tokens_per_peer, tokens_per_peer
+from moe.weights import shapes
+from sharding.folding import Layout, fold_abstract
 from sharding.schedule import Schedule
 
 CONFIG = ModelConfig(
@@ -118,8 +118,9 @@ def test_states_are_18_bytes_of_which_12_are_cut():
 
 def test_full_sharding_keeps_parts_of_layers():
     layout, batch = Layout.parse("tp2 dp64 / ep8"), Batch(256, 4096)
-    whole = memory(MIXTRAL, layout, batch, Method(remat="full", storage="mixed"))
-    parts = memory(MIXTRAL, layout, batch, Method(remat="full", storage="mixed", fsdp=True))
+    method = Method(Execution(remat="full"), storage="mixed")
+    whole = memory(MIXTRAL, layout, batch, method)
+    parts = memory(MIXTRAL, layout, batch, with_fields(method, fsdp=True))
     assert parts.weights == 2 * sharded_parameters(MIXTRAL, layout)
     assert parts.gradients < whole.gradients / 8
     # A layer and the ends are joined while they are at work.
@@ -136,21 +137,21 @@ def test_a_first_moment_in_bfloat16_is_two_bytes_less():
     assert plain.optimizer - half.optimizer == 2 * sharded_parameters(MIXTRAL, layout)
 
 
-def test_what_wires_and_chunks_take():
+def test_memory_of_wires_and_chunks():
     layout, batch = Layout.parse("tp2 dp64 / ep8"), Batch(128, 4096)
-    method = Method(remat="full", even=True)
+    method = Method(Execution(remat="full"), even=True)
     plain = memory(MIXTRAL, layout, batch, method)
     # The tokens that come are kept as they came: a byte an element and a scale.
-    wired = memory(MIXTRAL, layout, batch, replace(method, activation_wire="float8_e4m3fn"))
+    wired = memory(MIXTRAL, layout, batch, with_fields(method, activation_wire="float8_e4m3fn"))
     arrived = MIXTRAL.num_layers * received_tokens(MIXTRAL, layout, 2048, method)
     assert plain.activations - wired.activations == arrived * (MIXTRAL.d_model - 4)
     # Gradients of a layer's experts, of three chunks more.
-    chunked = memory(MIXTRAL, layout, batch, replace(method, expert_chunks=4))
+    chunked = memory(MIXTRAL, layout, batch, with_fields(method, expert_chunks=4))
     assert chunked.buffers - plain.buffers == 3 * 4 * MIXTRAL.expert_parameters / 8
     # Two rows in halves: three of four gradients of the experts, and one of all other weights of a
     # layer, but what is kept and at work is as much.
     pairs = replace(batch, micro_rows=2)
-    both = replace(method, expert_chunks=2, two_batch_overlap=True)
+    both = with_fields(method, expert_chunks=2, two_batch_overlap=True)
     at_once, halved = (memory(MIXTRAL, layout, pairs, one) for one in (method, both))
     of_layer = [one.parameters // 56 for one in weight_groups(MIXTRAL, layout) if one.in_layers]
     more = sum(of_layer) + 2 * MIXTRAL.expert_parameters / 8
@@ -175,7 +176,7 @@ def test_a_pipeline_keeps_as_many_chunks_as_its_schedule_has_places_for(layout):
             assert on_way == 1 + max(map(max, schedule.slots(chunks))), (number, chunks)
 
 
-def test_a_pipeline_keeps_what_the_chunks_on_their_way_need():
+def test_pipeline_memory_equals_chunks_in_flight():
     for layout, model, number, layers in (
         ("pp4", MIXTRAL, 16, 4 * 14),
         ("pp4", MIXTRAL, 3, 3 * 14),
@@ -185,7 +186,7 @@ def test_a_pipeline_keeps_what_the_chunks_on_their_way_need():
         # The first chunk brings the dense layers of eight micro-batches.
         ("pp4 vpp7", replace(MIXTRAL, num_dense_layers=1, num_layers=57), 16, (4 * 7 + 3) * 2 + 8),
     ):
-        sizes, method = Layout.parse(layout), Method(remat="selective")
+        sizes, method = Layout.parse(layout), Method(Execution(remat="selective"))
         assert layers_in_flight(model, sizes, number) == layers
         batch = Batch(number * 4, 512, micro_rows=4)
         layer = activation_bytes(model, sizes, batch.local_tokens(sizes), method, "selective")
@@ -209,7 +210,7 @@ def test_buffers_are_as_large_as_the_dispatchers(layout, capacity):
         for factor in (0.8, 1.5, 9.0):
             given = 64, 3, 16 // sizes.ep, mesh, None, factor
             expected = buffers.peer_tokens(*given)
-            method = Method("all_to_all", buffer_factor=factor, even=True)
+            method = Method(Execution(dispatch="all_to_all", buffer_factor=factor), even=True)
             assert balanced_tokens_per_peer(model, sizes, 64, method) == expected
             num_sharing = sizes.ep * sizes.etp
             if num_sharing > 1:
@@ -241,72 +242,41 @@ def compiled_bytes(layout, rows, time, model=CONFIG, **execution):
     return found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "remat"),
-    # Of `tests/support/parity.py`, each of the three with and without stages and with parts of
-    # experts.
-    [
-        ("tp2 cp2 dp2", "none"),
-        ("cp2 / etp2", "full"),
-        ("tp2 cp2 dp4 / ep8 etp2", "selective"),
-        ("tp2 dp2 / ep4", "projections"),
-        ("pp2 vpp2 dp2 cp2 tp2 / ep8", "none"),
-        ("pp2 vpp2 dp2 / ep2", "selective"),
-        ("pp2 tp2 dp2 / ep4", "full"),
-    ],
-)
-def test_a_program_needs_what_is_stated(layout, remat):
-    sizes = Layout.parse(layout)
-    # Through a pipeline go two micro-batches.
-    batch = Batch((4 if sizes.pp > 1 else 2) * sizes.dp, 512, micro_rows=2)
-    total = compiled_bytes(layout, batch.rows, batch.time, remat=remat, attention="blocked")
-    method = Method(remat=remat, itemsize=4, attention="blocked", duplicates_experts=True)
-    stated = memory(sizes_of(CONFIG), sizes, batch, method, vocab_chunk=None)
-    assert stated.total - stated.optimizer == pytest.approx(total, rel=0.15)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("remat", ["none", "selective", "full"])
-def test_two_levels_of_dispatch_need_what_is_stated(remat):
-    sizes, batch = Layout.parse("dp8 / ep8"), Batch(16, 512, micro_rows=2)
-    options = {"remat": remat, "attention": "blocked", "dispatch": "two_level"}
-    options |= {"server_devices": 4}
-    total = compiled_bytes(str(sizes), 16, 512, **options)
-    method = Method(**options, itemsize=4, duplicates_experts=True)
-    stated = memory(sizes_of(CONFIG), sizes, batch, method, vocab_chunk=None)
-    assert stated.total - stated.optimizer == pytest.approx(total, rel=0.15)
-
-
 LATENT = replace(CONFIG, num_kv_heads=8, mla=MultiHeadLatentAttention(32, 48, 8, 12))
+TWO_LEVEL = {"dispatch": "two_level", "server_devices": 4}
+PLAIN = {"attention": "plain"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "remat"),
+    ("model", "layout", "remat", "changes"),
     [
-        (LATENT, "none"),
-        (LATENT, "selective"),
-        (LATENT, "full"),
-        (replace(CONFIG, query_key_norm="head"), "selective"),
+        # Of `tests/support/parity.py`, each of the three with and without stages and with parts of
+        # experts.
+        (CONFIG, "tp2 cp2 dp2", "none", {}),
+        (CONFIG, "cp2 / etp2", "full", {}),
+        (CONFIG, "tp2 cp2 dp4 / ep8 etp2", "selective", {}),
+        (CONFIG, "tp2 dp2 / ep4", "projections", {}),
+        (CONFIG, "pp2 vpp2 dp2 cp2 tp2 / ep8", "none", {}),
+        (CONFIG, "pp2 vpp2 dp2 / ep2", "selective", {}),
+        (CONFIG, "pp2 tp2 dp2 / ep4", "full", {}),
+        *((CONFIG, "dp8 / ep8", remat, TWO_LEVEL) for remat in ("none", "selective", "full")),
+        *((LATENT, "tp2 dp2 / ep4", remat, {}) for remat in ("none", "selective", "full")),
+        (replace(CONFIG, query_key_norm="head"), "tp2 dp2 / ep4", "selective", {}),
+        # One row on a device that keeps everything: scores of 1,024 tokens are two fifths of it.
+        (CONFIG, "dp1", "none", {"rows": 1, "time": 1024}),
+        (CONFIG, "dp1", "none", {"rows": 1, **PLAIN}),
     ],
 )
-def test_latent_attention_and_norms_need_what_is_stated(model, remat):
-    sizes, batch = Layout.parse("tp2 dp2 / ep4"), Batch(4, 512, micro_rows=2)
-    total = compiled_bytes(str(sizes), 4, 512, model, remat=remat, attention="blocked")
-    method = Method(remat=remat, itemsize=4, attention="blocked", duplicates_experts=True)
-    stated = memory(sizes_of(model), sizes, batch, method, vocab_chunk=None)
-    assert stated.total - stated.optimizer == pytest.approx(total, rel=0.15)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("time", "attention"), [(1024, "blocked"), (512, "plain")])
-def test_scores_and_copies_of_experts_count_where_they_are_in_memory(time, attention):
-    """One device that keeps everything: of 1,024 tokens in a row they take two fifths."""
-    total = compiled_bytes("dp1", 1, time, remat="none", attention=attention)
-    method = Method(itemsize=4, attention=attention, duplicates_experts=True)
-    batch = Batch(1, time)
-    stated = memory(sizes_of(CONFIG), Layout.parse("dp1"), batch, method, vocab_chunk=None)
+def test_memory_equals_compiled_program(model, layout, remat, changes):
+    sizes, options = Layout.parse(layout), {"remat": remat, "attention": "blocked", **changes}
+    rows, time = options.pop("rows", 2), options.pop("time", 512)
+    # Through a pipeline go two micro-batches.
+    batch = Batch((2 if sizes.pp > 1 else 1) * rows * sizes.dp, time, micro_rows=rows)
+    total = compiled_bytes(layout, batch.rows, batch.time, model, **options)
+    execution = Execution(vocab_chunk=None, **options)
+    method = Method(execution, itemsize=4, duplicates_experts=True)
+    stated = memory(sizes_of(model), sizes, batch, method)
     assert stated.total - stated.optimizer == pytest.approx(total, rel=0.15)
 
 
@@ -316,9 +286,10 @@ def test_scores_of_a_device_by_hand():
     # Three heads, two rows, half of the queries, all keys.
     every = 4 * 3 * 2 * 512 * 1024
 
-    def found(**method):
-        method = Method(**method)
-        return [f(model, layout, batch, method) for f in (saved_score_bytes, working_score_bytes)]
+    def found(**settings):
+        method = Method(Execution(**settings))
+        saved = saved_score_bytes(model, layout, batch, method, method.execution.remat)
+        return [saved, working_score_bytes(model, layout, batch, method)]
 
     assert found(attention="plain") == [2 * every, 3 * every]
     assert found(attention="plain", context="ring") == [every, 3 * every / 2]
@@ -332,7 +303,7 @@ def test_scores_of_a_device_by_hand():
     of_all = [memory(model, layout, batch, one).total for one in MEMORIES]
     kept_by = MIXTRAL.num_layers * (2 * every + 4 * MIXTRAL.expert_parameters)
     assert of_all[1] - of_all[0] == pytest.approx(kept_by + 3 * every)
-    # Where a stage's chunk is a layer by itself they stand in place of gradients.
+    # If a stage's chunk is a layer by itself they stand in place of gradients.
     alone, batch = replace(model, num_layers=4), Batch(8, 1024, micro_rows=2)
     stages = Layout.parse("pp2 vpp2 tp2 cp2 dp2")
     for several in (1, 8):
@@ -343,13 +314,13 @@ def test_scores_of_a_device_by_hand():
         assert of_all[1] - of_all[0] == pytest.approx(more) and (more > 0) is (several > 1)
 
 
-MEMORIES = Method(), Method(attention="plain", duplicates_experts=True)
+MEMORIES = Method(), Method(Execution(attention="plain"), duplicates_experts=True)
 
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "mixed-bfloat16-wire"])
 def test_states_are_those_of_one_chunk_where_stages_are_as_deep(storage):
     """56 layers on eight stages are seven with one chunk and with seven, and eight with two."""
-    given = Method(fsdp=True, storage=storage, gradient_wire="bfloat16", mu_dtype="bfloat16")
+    given = Method(reshards=True, storage=storage, gradient_wire="bfloat16", mu_dtype="bfloat16")
     for chunks, is_alike in ((1, True), (2, False), (7, True)):
         layout = Layout(tp=2, cp=2, dp=4, pp=8, vpp=chunks, ep=4)
         alone = replace(layout, vpp=1)
@@ -361,12 +332,19 @@ def test_states_are_those_of_one_chunk_where_stages_are_as_deep(storage):
 
 
 def test_weights_depend_on_nothing_that_layers_do():
-    layout, plain = Layout(tp=2, cp=2, dp=4, ep=4), Method(storage="bfloat16", fsdp=True)
+    layout, plain = Layout(tp=2, cp=2, dp=4, ep=4), Method(reshards=True, storage="bfloat16")
     found = model_states(MIXTRAL, layout, plain, True)
     sent = volumes.gradients(MIXTRAL, layout, plain), volumes.unsharding(MIXTRAL, layout, plain)
-    for name in ("dispatch", "context", "remat", "activation_wire", "attention"):
-        for choice in ALLOWED_VALUES[name]:
-            other = replace(plain, **{name: choice})
+    choices = {
+        "dispatch": ("all_gather", "all_to_all", "ragged", "two_level", "deepep"),
+        "context": ("gather", "ring", "ulysses"),
+        "remat": ("none", "selective", "projections", "full"),
+        "activation_wire": ("float8_e4m3fn",),
+        "attention": ("plain", "blocked"),
+    }
+    for name, values in choices.items():
+        for value in values:
+            other = with_fields(plain, **{name: value})
             assert for_weights(other) == plain
             assert model_states(MIXTRAL, layout, other, True) == found
             assert volumes.gradients(MIXTRAL, layout, other) == sent[0]

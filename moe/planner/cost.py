@@ -1,21 +1,47 @@
 """Time of an optimizer step: products, memory traffic, exposed communication, pipeline bubbles."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from sharding.costs.hardware import Hardware
-from sharding.folding import Layout
-from sharding.planner import communication, volumes
-from sharding.planner.memory import activation_bytes, received_tokens
-from sharding.planner.method import Batch, Method, for_weights, with_fields
-from sharding.planner.models import ModelSizes
-from sharding.planner.weights import (
+from moe.execution import Execution
+from moe.planner import communication, volumes
+from moe.planner.memory import activation_bytes, received_tokens
+from moe.planner.method import Batch, Method, for_weights, with_fields
+from moe.planner.models import (
+    ModelSizes,
     layers_on_deepest_stage,
     layers_on_device,
     sharded_parameters,
     weight_layout,
 )
+from sharding.costs.hardware import Hardware
+from sharding.folding import Layout
 from sharding.schedule import Schedule
+
+SHARE_OF_PRODUCTS = 112 / 132
+"""Multiprocessors of an H100 that are left to products while DeepEP sends with 20 of 132."""
+TRAFFIC_FORWARD, TRAFFIC_BACKWARD = 2, 4
+"""Memory accesses per value that a layer computes: written and read; read again, its gradient
+written and read, and once more for the sum of two gradients."""
+_MEGATRON_CORE = Method(
+    Execution(dispatch="ragged", overlap_grad_reduce=True),
+    storage="mixed",
+    even=True,
+    resends=False,
+    in_place=True,
+    fused_activation=True,
+)
+METHODS = {
+    "Megatron-Core": _MEGATRON_CORE,
+    "MegaScale-MoE": with_fields(
+        _MEGATRON_CORE, context="ulysses", storage="mixed-bfloat16-wire", resends=True
+    ),
+}
+BLACKWELL = ("b200", "gb200", "b300")
+BLACKWELL_EFFICIENCY = 0.41420
+"""`System.efficiency` of Megatron-Core on `BLACKWELL`."""
+DISPATCHES = {"Megatron-Core": ("ragged", "deepep")}
+"""Dispatches of a program that has more than one."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +56,15 @@ class System:
         enough.
       hides_hops: an interleaved pipeline sends activations while it computes other chunks.
       hides_gradients: gradients of layers are reduced during the backward pass of the last
-        micro-batches, with `Method.overlap_grad_reduce`.
-      hides_embed_and_head: those of embedding and head too.
+        micro-batches, with `Execution.overlap_grad_reduce`.
+      hides_embed_and_head: gradients of embedding and head too.
       hides_chunks: the all-to-all of a chunk of tokens is overlapped with the expert products of
-        another, with `Method.expert_chunks`.
+        another, with `Execution.expert_chunks`.
       hides_two_batch: communication of one half of the rows is overlapped with the products of the
-        other, with `Method.two_batch_overlap`.
+        other, with `Execution.two_batch_overlap`.
       hides_experts: the all-to-all of one micro-batch is overlapped with the products of another,
-        in four pieces as those of two batches are; the products have `SHARE_OF_PRODUCTS` of the
-        device meanwhile.
+        in four pieces, like two batches; the products have `SHARE_OF_PRODUCTS` of the device
+        meanwhile.
       hides_shards: shards of a layer's weights are gathered while the layer before computes, with
         `Method.fsdp`.
       launch: seconds that each expert of a device but the first adds to a pass of a micro-batch
@@ -98,13 +124,6 @@ class Cost:
         return self.flops / (self.total * hardware.peak)
 
 
-SHARE_OF_PRODUCTS = 112 / 132
-"""Multiprocessors of an H100 that are left to products while DeepEP sends with 20 of 132."""
-TRAFFIC_FORWARD, TRAFFIC_BACKWARD = 2, 4
-"""Memory accesses per value that a layer computes: written and read; read again, its gradient
-written and read, and once more for the sum of two gradients."""
-
-
 def cost(
     model: ModelSizes,
     layout: Layout,
@@ -118,7 +137,7 @@ def cost(
     A stage processes the micro-batches one after the other; the slowest stage (the deepest, with
     the head) sets the pace. The pipeline idles for `Schedule.bubble`, ``(pp - 1) / vpp``
     micro-batches where ``pp`` divides their number. Gradients are reduced and new weights gathered
-    after all micro-batches, except for what `Method.overlap_grad_reduce` hides of the gradients.
+    after all micro-batches; `Execution.overlap_grad_reduce` hides a part of the gradients.
     """
     num_micro_batches = batch.num_micro_batches(layout)
     flops = batch.tokens * model.training_flops(batch.time) / layout.num_devices
@@ -145,7 +164,7 @@ def cost(
     layer_gradients, other_gradients, new_weights = communication.step_seconds(
         model, stage_layout, weight_method, hardware
     )
-    if system.hides_gradients and method.overlap_grad_reduce:
+    if system.hides_gradients and method.execution.overlap_grad_reduce:
         if system.hides_embed_and_head:
             layer_gradients, other_gradients = layer_gradients + other_gradients, 0.0
         layer_gradients = communication.exposed_reduction(
@@ -164,7 +183,7 @@ def cost_at_least(
     hardware: Hardware,
     system: System,
 ) -> float:
-    """Lower bound of a step's seconds: without any communication but that of new weights."""
+    """Lower bound of a step's seconds: of its communication only new weights count."""
     num_micro_batches, stage_layout = batch.num_micro_batches(layout), weight_layout(model, layout)
     pass_seconds = _pass_seconds(model, stage_layout, batch, method, hardware, system)
     bubble = Schedule(layout.pp, num_micro_batches, layout.vpp).bubble
@@ -174,7 +193,7 @@ def cost_at_least(
 
 @functools.lru_cache(maxsize=256)
 def _final_seconds(model: ModelSizes, layout: Layout, method: Method, hardware: Hardware) -> float:
-    """Seconds of the optimizer and of gathering new weights, which are not overlapped."""
+    """Seconds of the optimizer and of gathering new weights; neither is overlapped."""
     *_, new_weights = communication.step_seconds(model, layout, method, hardware)
     return new_weights + _optimizer_seconds(model, layout, method, hardware)
 
@@ -193,7 +212,8 @@ def _pass_seconds(
     They are equal for all numbers of chunks on a stage. No rematerialisation repeats the head's.
     """
     tokens = batch.local_tokens(layout)
-    in_layer = times_through_memory(method.remat) * value_bytes(model, layout, tokens, method)
+    accesses = times_through_memory(method.execution.remat)
+    in_layer = accesses * value_bytes(model, layout, tokens, method)
     layers = _products_of_layers(model, layout, batch, method, hardware, system)
     head = 3 * (2.0 * tokens * model.d_model * model.vocab_size / system.rate(hardware, layout))
     if system.fills_stages:
@@ -220,15 +240,18 @@ def _products_of_layers(
     written.
     """
     tokens, stored, rate = batch.local_tokens(layout), method.stored, system.rate(hardware, layout)
+    remat = method.execution.remat
 
     def one_pass(flops: float, parameters: float, bytes_each: int) -> float:
         return max(flops / rate, parameters * bytes_each / hardware.memory_bandwidth)
 
     forward = backward = 0.0
     all_matrices, expert_matrices = _matrices(model, layout, tokens)
-    # Each half of the rows reads all matrices again, each chunk of tokens those of its experts.
+    # Each half of the rows reads all matrices again, each chunk of tokens reads its experts'
+    # matrices.
     num_streams = len(method.streams(batch))
-    reads = [(all_matrices, num_streams), (expert_matrices, num_streams * method.expert_chunks)]
+    expert_reads = num_streams * method.execution.expert_chunks
+    reads = [(all_matrices, num_streams), (expert_matrices, expert_reads)]
     for (flops, parameters), num_reads in reads:
         read_parameters = parameters * num_reads
         forward += one_pass(flops, read_parameters, stored.weight)
@@ -246,14 +269,14 @@ def _products_of_layers(
         ),
         "full": forward + scores,
     }
-    repeated, num_reads = recomputed[method.remat], num_streams * method.expert_chunks
+    repeated = recomputed[remat]
     if method.repeats_experts:
         flops, parameters = expert_matrices
-        repeated += one_pass(flops, parameters * num_reads, stored.weight)
+        repeated += one_pass(flops, parameters * expert_reads, stored.weight)
     launches = 0.0
     if model.num_experts:
-        again = method.remat == "full" or method.repeats_experts
-        passes = (4 if again else 3) * num_reads
+        again = remat == "full" or method.repeats_experts
+        passes = (4 if again else 3) * expert_reads
         local = model.num_experts // layout.ep
         routed = layers * model.num_expert_layers / model.num_layers
         launches = passes * routed * (local - 1) * system.launch
@@ -312,7 +335,7 @@ def _exposed_communication(
         hides = layout.vpp > 1 and system.hides_hops
         hop = volumes.hop(model, batch.local_tokens(layout), method)
         sent["pipeline"] = 0.0 if hides else 2 * layout.vpp * hop.seconds(layout, hardware)
-    chunks = method.expert_chunks if system.hides_chunks else 1
+    chunks = method.execution.expert_chunks if system.hides_chunks else 1
     if system.hides_two_batch and len(method.streams(batch)) > 1:
         sent = communication.exposed_with_two_batches(sent, layer_products, chunks)
     elif system.hides_experts and "experts" in sent:
@@ -330,3 +353,45 @@ def _exposed_communication(
         return {}
     exposed = max((1 - system.hidden) * total, total - products)
     return {what: time * exposed / total for what, time in sent.items() if time}
+
+
+SYSTEMS = {
+    "Megatron-Core": System(
+        efficiency=0.61883,
+        launch=9.7171e-5,
+        hides_hops=True,
+        hides_gradients=True,
+        hides_embed_and_head=True,
+        fills_stages=True,
+    ),
+    "MegaScale-MoE": System(
+        efficiency=0.37728,
+        hidden=1.0,
+        hides_hops=True,
+        hides_gradients=True,
+        hides_embed_and_head=True,
+    ),
+}
+"""Megatron-Core waits for what a layer sends; hiding it is what MegaScale-MoE is about."""
+
+
+def system_on(name: str, hardware: str) -> System:
+    """A program's system on a type of device, for example Megatron-Core on gb200."""
+    if name == "Megatron-Core" and hardware in BLACKWELL:
+        return replace(SYSTEMS[name], efficiency=BLACKWELL_EFFICIENCY)
+    return SYSTEMS[name]
+
+
+def library_system(hardware: Hardware) -> System:
+    """System of this library: products as fast as Megatron-Core's, overlap as a run requests it.
+
+    It overlaps expert chunks, two batches and gradient reduction. None of this is measured on an
+    accelerator.
+    """
+    overlaps = hardware.overlaps
+    return System(
+        SYSTEMS["Megatron-Core"].efficiency,
+        hides_gradients=overlaps,
+        hides_chunks=overlaps,
+        hides_two_batch=overlaps,
+    )

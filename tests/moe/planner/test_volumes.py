@@ -1,4 +1,4 @@
-"""`sharding.planner.volumes` equals what the network sends, byte for byte.
+"""`moe.planner.volumes` equals what the network sends, byte for byte.
 
 The difference between programs with one layer more and without it is that layer's. Programs are
 traced for devices that need not exist.
@@ -27,14 +27,14 @@ from traced_volumes import (
 
 from moe import model
 from moe.config import Model
-from moe.counts import sizes_of
 from moe.execution import Execution
 from moe.placement import specs
+from moe.planner import volumes
+from moe.planner.method import Batch, Method
+from moe.planner.models import sizes_of
+from moe.planner.volumes import repeat_transfers
 from sharding.folding import Layout
 from sharding.folding.groups import axis_groups
-from sharding.planner import volumes
-from sharding.planner.method import Batch, Method
-from sharding.planner.volumes import repeat_transfers
 
 ALL = "pp2 dp2 cp2 tp2 / ep4 etp2"
 INTERLEAVED = "pp2 vpp2 dp2 cp2 tp2 / ep8"
@@ -119,7 +119,7 @@ def senders(schedule):
 @pytest.mark.parametrize(
     ("name", "layout", "dispatch", "context", "remat"), full_but(CASES, *QUICK)
 )
-def test_a_layer_sends_what_is_stated(name, layout, dispatch, context, remat):
+def test_layer_volumes_equal_traced_program(name, layout, dispatch, context, remat):
     check_layer(name, layout, Execution(dispatch=dispatch, context=context, remat=remat))
 
 
@@ -136,7 +136,9 @@ FP8_CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout", "dispatch", "remat", "chunks"), FP8_CASES)
-def test_tokens_in_fp8_and_in_chunks_send_what_is_stated(name, layout, dispatch, remat, chunks):
+def test_layer_volumes_in_fp8_and_chunks_equal_traced_program(
+    name, layout, dispatch, remat, chunks
+):
     execution = Execution(
         dispatch=dispatch,
         context="gather",
@@ -149,7 +151,7 @@ def test_tokens_in_fp8_and_in_chunks_send_what_is_stated(name, layout, dispatch,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all", "ragged"])
-def test_chunks_send_what_is_stated(dispatch):
+def test_layer_volumes_in_chunks_equal_traced_program(dispatch):
     """Twenty-four tokens in five chunks, with a capacity that some of them do not reach."""
     execution = Execution(dispatch=dispatch, context="gather", expert_chunks=5)
     check_layer("full", "dp4 / ep4", execution)
@@ -179,7 +181,9 @@ SERVERS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout", "server_devices", "execution"), SERVERS)
-def test_two_levels_send_what_is_stated(name, layout, server_devices, execution):
+def test_layer_volumes_with_two_levels_equal_traced_program(
+    name, layout, server_devices, execution
+):
     options = {"context": "gather", "dispatch": "two_level", **execution}
     check_layer(name, layout, Execution(**options, server_devices=server_devices))
 
@@ -204,7 +208,7 @@ HALVES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout", "execution"), HALVES)
-def test_two_halves_send_what_is_stated(name, layout, execution):
+def test_layer_volumes_with_two_batches_equal_traced_program(name, layout, execution):
     """In a layer, and in all that a program of one layer sends."""
     execution = Execution(**{"context": "gather", **execution}, two_batch_overlap=True)
     check_layer(name, layout, execution)
@@ -242,7 +246,7 @@ def check_layer(name, layout, execution):
         ("dense", "tp2 dp4"),
     ),
 )
-def test_the_rest_of_a_step_sends_what_is_stated(name, layout):
+def test_step_volumes_outside_layers_equal_traced_program(name, layout):
     """The head, and the hops of a pipeline: what a program without its layers sends."""
     check_rest(name, layout, Execution(dispatch="all_to_all", context="gather"))
 
@@ -258,7 +262,7 @@ def check_rest(name, layout, execution):
     passes += volumes.row_reordering(sized, sizes, batch, method)
     if sizes.pp > 1:
         schedule = schedule_of(batch, sizes)
-        # A tick's program has the permutes of even ticks and those of odd ones.
+        # A tick's program has the permutes of even and of odd ticks.
         hops = [volumes.hop(sized, tokens, method)] * len(senders(schedule))
         passes = repeat_transfers([*passes, *hops], schedule.ticks)
     assert sent(config, layout) == stated(passes, sizes)
@@ -301,7 +305,7 @@ def test_a_step_has_the_layers_of_the_deepest_stage():
         ("full", "tp2 dp8 / ep16", "two_level", {"server_devices": 4}),
     ],
 )
-def test_a_compiled_layer_sends_what_is_stated(name, layout, dispatch, overlap):
+def test_layer_volumes_equal_compiled_program(name, layout, dispatch, overlap):
     execution = Execution(dispatch=dispatch, context="gather", **overlap)
     config, mesh = replace(CONFIGS[name], num_layers=1, execution=execution), mesh_of(layout)
     network = Model(config, mesh)

@@ -11,13 +11,17 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 
-from sharding.costs.dispatch import FLOAT32, INT32, TokenDispatch, balanced_rows
-from sharding.costs.transfer import Transfer
+from moe.planner.method import Batch, Method
+from moe.planner.models import (
+    ModelSizes,
+    WeightGroup,
+    layers_on_device,
+    shards_vocabulary,
+    weight_groups,
+)
+from sharding.costs.transfer import FLOAT32, INT32, TokenDispatch, Transfer, balanced_rows
 from sharding.folding import Layout
 from sharding.folding.layout import prime_factors
-from sharding.planner.method import Batch, Method
-from sharding.planner.models import ModelSizes
-from sharding.planner.weights import WeightGroup, layers_on_device, shards_vocabulary, weight_groups
 from sharding.schedule import Schedule
 
 BFLOAT16 = 2
@@ -45,7 +49,7 @@ def layer(
 def non_expert(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, has_experts: bool = True
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """Collectives of a block without those of `experts`, for rows that pass through it together.
+    """Collectives of a block besides `experts`, for rows that pass through it together.
 
     They depend on ``tp`` and ``cp`` of the layout only.
     """
@@ -78,7 +82,7 @@ def _with_repeated(
 ) -> tuple[list[Transfer], list[Transfer]]:
     if method.repeats_all:
         backward = forward + backward
-    elif method.repeats(method.remat):
+    elif method.repeats(method.execution.remat):
         backward = [t for t in forward if t.repeated] + backward
     return drop_empty(forward, layout), drop_empty(backward, layout)
 
@@ -118,7 +122,7 @@ def context(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> l
         return [Transfer(what, "permute", ("cp",), size, width, hops) for what, size in both]
     exchanged = queries + (keys + values) * kv_replication(model, layout)
     exchange = partial(Transfer, kind="all_to_all", axes=("cp",), itemsize=width, gradient=width)
-    is_repeated = model.keeps_projected or method.remat == "projections"
+    is_repeated = model.keeps_projected or method.execution.remat == "projections"
     return [
         exchange("queries, keys and values", elements=exchanged, repeated=is_repeated),
         exchange("attention's output", elements=outputs, repeated=True),
@@ -168,7 +172,7 @@ def dispatch(
 ) -> tuple[list[Transfer], list[Transfer]]:
     """Dispatch of tokens to experts and combine, with ids and gate weights; both passes."""
     per_peer, forward, backward = tokens_per_peer(model, layout, tokens), [], []
-    for size, count in chunk_sizes(tokens, method.expert_chunks):
+    for size, count in chunk_sizes(tokens, method.execution.expert_chunks):
         each = min(per_peer, balanced_tokens_per_peer(model, layout, size, method))
         chunk = _dispatcher(model, layout, size, each, method)
         forward_once, backward_once = chunk.transfers()
@@ -190,10 +194,10 @@ def _dispatcher(
         itemsize=method.itemsize,
         # With buffers of the size of even routing, as much is received.
         buffer=None if method.even else layout.ep * per_peer,
-        comm_dtype=method.activation_wire,
+        comm_dtype=method.execution.activation_wire,
         num_experts=model.num_experts,
-        block=method.expert_block,
-        server_devices=method.server_devices,
+        block=method.deepep_block or 1,
+        server_devices=method.execution.server_devices,
     )
 
 
@@ -211,7 +215,8 @@ def chunk_sizes(tokens: int, chunks: int) -> list[tuple[int, int]]:
 
 
 def tokens_per_expert(model: ModelSizes, tokens: int) -> int:
-    """Capacity of an expert for the tokens of one device; without a capacity factor all of them."""
+    """Capacity of an expert for the tokens of one device; all of them if there is no capacity
+    factor."""
     if model.capacity_factor is None:
         return tokens
     average = model.capacity_factor * tokens * model.experts_per_token / model.num_experts
@@ -221,7 +226,7 @@ def tokens_per_expert(model: ModelSizes, tokens: int) -> int:
 def tokens_per_peer(model: ModelSizes, layout: Layout, tokens: int) -> int:
     """Most tokens that a device sends to another where buffers are of one size.
 
-    ``min(T, C L)`` with L experts on a device and a capacity C; T without one.
+    ``min(T, C L)`` with L experts on a device and a capacity C; T if there is no capacity.
     """
     if model.capacity_factor is None:
         return tokens
@@ -229,13 +234,13 @@ def tokens_per_peer(model: ModelSizes, layout: Layout, tokens: int) -> int:
 
 
 def balanced_tokens_per_peer(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
-    """Tokens that a device sends to another at most under `Method.buffer_factor`.
+    """Tokens that a device sends to another at most under `Execution.buffer_factor`.
 
     These are the `balanced_rows`, shared among the devices that share experts, and at most T.
     """
-    if method.buffer_factor is None:
+    if method.execution.buffer_factor is None:
         return tokens
-    rows = balanced_rows(method.buffer_factor, tokens, model.experts_per_token, layout)
+    rows = balanced_rows(method.execution.buffer_factor, tokens, model.experts_per_token, layout)
     return min(tokens, rows // (layout.ep * layout.etp))
 
 
@@ -366,7 +371,7 @@ def gradients(model: ModelSizes, layout: Layout, method: Method) -> list[Transfe
 
     In total they are as much as an all-reduce, for one dtype. Gradients are reduced inside a
     sequence-parallel group and then across, weights gathered in reverse order; with
-    `Method.overlap_grad_reduce` gradients are reduced layer by layer.
+    `Execution.overlap_grad_reduce` gradients are reduced layer by layer.
     """
     transfers = []
     for group in weight_groups(model, layout):
@@ -377,7 +382,7 @@ def gradients(model: ModelSizes, layout: Layout, method: Method) -> list[Transfe
             replace(gradient_reduction(gather, layout, method), what=f"gradients: {group.what}")
             for gather in reversed(gathers)
         ]
-        if method.overlap_grad_reduce and (depth := group.depth):
+        if method.execution.overlap_grad_reduce and (depth := group.depth):
             reductions = [
                 replace(reduction, elements=-(-reduction.elements // depth), times=depth)
                 for reduction in reductions

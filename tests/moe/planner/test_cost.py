@@ -1,23 +1,24 @@
-"""The time of a step, on sizes where each part of it can be had by hand."""
+"""The time of a step, on sizes that can be calculated by hand."""
 
 from dataclasses import replace
 
 import pytest
 
+from moe.execution import Execution
+from moe.planner import volumes
+from moe.planner.communication import STREAM_GROUPS
+from moe.planner.cost import System, cost
+from moe.planner.memory import activation_bytes
+from moe.planner.method import Batch, Method, with_fields
+from moe.planner.models import PRESETS
 from sharding.costs.hardware import HARDWARE
 from sharding.folding import Layout
-from sharding.planner import volumes
-from sharding.planner.communication import STREAM_GROUPS
-from sharding.planner.cost import System, cost
-from sharding.planner.memory import activation_bytes
-from sharding.planner.method import Batch, Method
-from sharding.planner.models import PRESETS
 from sharding.schedule import Schedule
 from tests.oracles import parallelism
 
 MIXTRAL = PRESETS["mixtral-8x22b"]
 H100 = replace(HARDWARE["h100"], latency_inside=0.0, latency_outside=0.0)
-MEGATRON = Method(dispatch="ragged", storage="mixed", even=True, resends=False)
+MEGATRON = Method(Execution(dispatch="ragged"), storage="mixed", even=True, resends=False)
 
 
 def of(layout, method=MEGATRON, system=None, rows=256, micro_rows=1, **changes):
@@ -34,7 +35,7 @@ def test_products_are_the_arithmetic_over_the_rate():
 
 
 def test_full_rematerialisation_goes_forward_again():
-    assert of("tp2 dp64 / ep8", replace(MEGATRON, remat="full")).products == pytest.approx(
+    assert of("tp2 dp64 / ep8", with_fields(MEGATRON, remat="full")).products == pytest.approx(
         # The head is not computed again.
         of("tp2 dp64 / ep8").products * 4 / 3,
         rel=3e-3,
@@ -42,7 +43,7 @@ def test_full_rematerialisation_goes_forward_again():
 
 
 def test_projections_are_made_again():
-    again = of("tp2 dp64 / ep8", replace(MEGATRON, remat="projections")).products
+    again = of("tp2 dp64 / ep8", with_fields(MEGATRON, remat="projections")).products
     # Of four passes' products, one more of queries, keys and values.
     width = MIXTRAL.queries + 2 * MIXTRAL.keys
     flops = 2.0 * 256 * 4096 * MIXTRAL.d_model * width * MIXTRAL.num_layers / 128
@@ -64,7 +65,7 @@ def test_the_bubble_is_that_of_the_schedule():
         assert found.bubble == pytest.approx(idle * working, rel=2e-2)
 
 
-def test_experts_inside_a_server_take_what_the_paper_counts():
+def test_dispatch_inside_a_server_takes_the_papers_seconds():
     layout = Layout.parse("tp2 dp8 pp8 / ep8")
     tokens = 2048
     sent, _ = volumes.dispatch(MIXTRAL, layout, tokens, MEGATRON)
@@ -85,7 +86,7 @@ def test_hidden_communication_shows_where_products_are_short():
 def test_chunks_travel_beside_products():
     """A quarter of what goes to experts shows where products last; weights are read four times."""
     layout, system = "tp2 dp64 / ep8", System(hides_chunks=True)
-    chunked = replace(MEGATRON, expert_chunks=4)
+    chunked = with_fields(MEGATRON, expert_chunks=4)
     at_once, beside = of(layout, system=system), of(layout, chunked, system)
     # Each chunk has a few offsets of its own.
     experts = at_once.communication["experts"]
@@ -102,7 +103,7 @@ def test_halves_of_the_rows_send_beside_products_of_each_other():
     """A quarter shows where products last, in four chunks a quarter of the experts' part of that;
     and what products do not last for."""
     layout, system = "tp2 dp64 / ep8", System(hides_two_batch=True, hides_chunks=True)
-    halved = replace(MEGATRON, two_batch_overlap=True)
+    halved = with_fields(MEGATRON, two_batch_overlap=True)
 
     def in_pairs(method, system=system, **changes):
         return of(layout, method, system, micro_rows=2, **changes).communication
@@ -121,7 +122,7 @@ def test_halves_of_the_rows_send_beside_products_of_each_other():
     sent = volumes.row_reordering(MIXTRAL, sizes, batch, halved)
     expected = 2 * sum(one.seconds(sizes, H100) for one in sent)
     assert halves["row order"] == pytest.approx(expected)
-    in_chunks = in_pairs(replace(halved, expert_chunks=4))
+    in_chunks = in_pairs(with_fields(halved, expert_chunks=4))
     shown = sum(in_chunks[what] for what in within)
     expected = within["attention and dense layers over tp"] + within["experts"] / 4
     assert shown == pytest.approx(expected / 4, rel=1e-4)
@@ -139,7 +140,7 @@ def test_halves_of_the_rows_send_beside_products_of_each_other():
 
 
 def test_each_half_reads_the_weights():
-    slow, halved = H100.memory_bandwidth / 100, replace(MEGATRON, two_batch_overlap=True)
+    slow, halved = H100.memory_bandwidth / 100, with_fields(MEGATRON, two_batch_overlap=True)
     whole, halves = (
         of("tp2 dp64 / ep8", method, micro_rows=2, memory_bandwidth=slow).products
         for method in (MEGATRON, halved)
@@ -150,7 +151,7 @@ def test_each_half_reads_the_weights():
 
 def test_half_the_wire_is_half_the_time():
     """FP8 tokens of bfloat16 ones, and bfloat16 gradients of float32 ones across groups."""
-    narrow = of("tp2 dp64 / ep8", replace(MEGATRON, activation_wire="float8_e4m3fn"))
+    narrow = of("tp2 dp64 / ep8", with_fields(MEGATRON, activation_wire="float8_e4m3fn"))
     experts = narrow.communication["experts"] / of("tp2 dp64 / ep8").communication["experts"]
     # And scales, a thirty-second backward; ids and probs are as they were.
     assert 0.5 < experts < 0.52
@@ -167,7 +168,7 @@ def test_gradients_hide_under_the_last_micro_batches():
         "tp2 dp8 pp8 vpp7 / ep8",
         System(hides_gradients=True, hides_embed_and_head=True),
     )
-    on_the_way = replace(MEGATRON, overlap_grad_reduce=True)
+    on_the_way = with_fields(MEGATRON, overlap_grad_reduce=True)
     bare, hidden = of(layout), of(layout, on_the_way, system)
     assert of(layout, system=system).communication == bare.communication
     # Each layer's by themselves, which takes no longer where links have no latency.
@@ -177,10 +178,10 @@ def test_gradients_hide_under_the_last_micro_batches():
 
 @pytest.mark.parametrize("micro_rows", [1, 8])
 def test_gradients_of_the_ends_hide_nowhere_by_themselves(micro_rows):
-    """Without a pipeline one of 56 layers shows, embedding and head, and what is longer than two
-    thirds of a micro-batch: much of it where that has one row, nothing where it has eight."""
+    """With no pipeline one of 56 layers shows, embedding and head, and what is longer than two
+    thirds of a micro-batch: much of it for one row, nothing for eight."""
     layout, system = Layout.parse("tp2 dp64 / ep8"), System(hides_gradients=True)
-    on_the_way = replace(MEGATRON, overlap_grad_reduce=True)
+    on_the_way = with_fields(MEGATRON, overlap_grad_reduce=True)
     bare, hidden = (
         of(str(layout), method, system, rows=512, micro_rows=micro_rows)
         for method in (MEGATRON, on_the_way)
@@ -211,7 +212,7 @@ def test_experts_of_a_device_are_launched_one_by_one():
     plain, launched = (of(layout, system=System(launch=each)) for each in (0.0, launch))
     # The second of two experts, in three passes of four micro-batches through 56 layers.
     assert launched.products - plain.products == pytest.approx(4 * 3 * 56 * launch)
-    again = replace(MEGATRON, remat="full")
+    again = with_fields(MEGATRON, remat="full")
     plain, launched = (of(layout, again, System(launch=each)) for each in (0.0, launch))
     assert launched.products - plain.products == pytest.approx(4 * 4 * 56 * launch)
     # One expert is launched as a dense layer is.
@@ -228,7 +229,7 @@ def test_a_stage_with_fewer_layers_has_the_head():
 
 
 def test_shards_wait_or_hide():
-    method = replace(MEGATRON, fsdp=True)
+    method = replace(MEGATRON, reshards=True)
     hidden, waited = (
         of("tp2 dp64 / ep8", method, System(hides_shards=each), outside=5e12)
         for each in (True, False)
@@ -241,7 +242,7 @@ def test_full_rematerialisation_of_others_sends_again():
     layout = Layout.parse("tp2 dp64 / ep8")
     batch = Batch(256, 4096)
     for resends, passes in ((False, 3), (True, 2)):
-        method = replace(MEGATRON, remat="full", resends=resends)
+        method = with_fields(MEGATRON, remat="full", resends=resends)
         forward, backward = volumes.layer(MIXTRAL, layout, batch, method)
         of_tokens = [each for each in forward if each.what == "tokens to experts"]
         again = [each for each in backward if each.what in ("tokens to experts", "sums of experts")]
@@ -252,7 +253,7 @@ def test_full_rematerialisation_of_others_sends_again():
 
 
 def test_an_all_to_all_beside_another_micro_batch_takes_part_of_the_device():
-    method = replace(MEGATRON, dispatch="deepep")
+    method = with_fields(MEGATRON, dispatch="deepep")
     shown, hidden = (
         of("tp2 dp64 / ep8", method, System(hides_experts=each)) for each in (False, True)
     )
@@ -261,7 +262,7 @@ def test_an_all_to_all_beside_another_micro_batch_takes_part_of_the_device():
     products = shown.products / 4 - 3 * 2.0 * 2048 * 6144 * 32768 / (0.6 * H100.peak)
     slower = products * (132 / 112 - 1)
     assert hidden.communication["experts"] / 4 == pytest.approx(slower + sent / 4)
-    # DeepEP's volume is no more than that of all copies.
+    # DeepEP sends no more than all copies.
     assert shown.communication["experts"] < of("tp2 dp64 / ep8").communication["experts"]
 
 

@@ -1,6 +1,15 @@
-"""Models as the planner sees them: their sizes, and those of published ones."""
+"""Sizes of models (published ones, networks, checkpoints), and the weights of one device."""
 
-from dataclasses import dataclass
+import functools
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from moe.config import ModelConfig
+from moe.planner.method import Method, Storage
+from sharding.folding import Layout
 
 
 @dataclass(frozen=True)
@@ -35,7 +44,7 @@ class ModelSizes:
       experts_per_token: experts that a token is sent to.
       d_expert: hidden width of one expert.
       d_ff: hidden width of the dense layer, or of the shared expert; 0 is none.
-      num_dense_layers: the first blocks, which have a dense layer in place of experts.
+      num_dense_layers: the first blocks, with a dense layer in place of experts.
       dense_d_ff: hidden width of those.
       tied: logits come from the embedding.
       capacity_factor: experts take at most this multiple of what even routing sends them from one
@@ -194,7 +203,7 @@ class ModelSizes:
         """Floating-point operations of one trained token in sequences of `time`.
 
         ``6 (L (h (q + 2 kv) + q h) + sum_layers 3 h f + h V) + 6 L q time``, as
-        `moe.counts.training_flops` counts them, and Megatron-Core. Latent attention has its own
+        `moe.config.training_flops` counts them, and Megatron-Core. Latent attention has its own
         matrices in the place of the first term, and the mean width of queries and outputs as q.
         """
         width = self.num_main_layers * self.layer_width + self.num_dense_layers * self.dense_d_ff
@@ -251,3 +260,171 @@ PRESETS = {
 al., "MegaScale-MoE", 2025, table 1 (https://arxiv.org/abs/2505.11432); the config.json of Qwen3,
 DeepSeek-V3, Kimi-K2, Llama and gpt-oss, without layers that predict further tokens; Zhu et al.,
 "MegaScale-Infer", 2025, for DBRX and Scaled-MoE (https://arxiv.org/abs/2504.02263)."""
+
+
+def sizes_of(config: ModelConfig) -> ModelSizes:
+    """Sizes of a network; biases, norms of heads and after layers, sinks and gates are left out.
+
+    Raises:
+      ValueError: for Gated DeltaNet, which the planner does not describe.
+    """
+    if config.delta is not None:
+        layers = f"{len(config.delta.layers)} of {config.num_layers} layers"
+        raise ValueError(
+            f"the planner does not support Gated DeltaNet (delta), which {layers} have."
+        )
+    derived = {"tied", "query_key_norm", "latent", "window", "num_window_layers"}
+    same = {field.name for field in fields(ModelSizes)} - derived
+    if config.num_experts == 0:
+        same -= {"experts_per_token", "d_expert"}
+    latent = config.mla and LatentAttention(
+        config.mla.kv_lora_rank,
+        config.mla.q_lora_rank or 0,
+        config.mla.qk_rope_head_dim,
+        config.mla.v_head_dim,
+    )
+    has_window = config.sliding_window is not None
+    return ModelSizes(
+        **{name: getattr(config, name) for name in same},
+        tied=config.head != "untied",
+        query_key_norm=config.query_key_norm is not None,
+        latent=latent,
+        window=config.sliding_window or 0,
+        num_window_layers=has_window * (config.num_layers - len(config.full_attention_layers)),
+    )
+
+
+def sizes_from(path: str | Path, ignore: Collection[str] = ()) -> ModelSizes:
+    """The sizes that a checkpoint's config.json states, of every family that `moe` reads.
+
+    Args:
+      path: the checkpoint's directory, or its config.json.
+      ignore: options that are passed over although they are not known.
+
+    Raises:
+      ValueError: if the file is not of a supported network, or the planner does not describe it.
+    """
+    if find_spec("safetensors") is None:
+        raise ValueError(
+            f'{path} needs safetensors, which is not installed: run pip install -e ".[hf]".'
+        )
+    # The reader needs safetensors, an extra.
+    from moe.huggingface import config_from
+
+    try:
+        return sizes_of(config_from(path, ignore=ignore))
+    except ValueError as error:
+        line = " ".join(str(error).split())
+        raise ValueError(line if str(path) in line else f"{path}: {line}") from error
+
+
+@dataclass(frozen=True)
+class WeightGroup:
+    """Weights of one device that share a replica group.
+
+    Attributes:
+      what: in words.
+      parameters: on the device, of all its layers.
+      replicas: logical axes over which they are replicated.
+      in_layers: they belong to the equal layers, which full sharding gathers one by one.
+      depth: number of layers they belong to; 0 for none.
+      is_precise: they are norms or routers, which may stay float32 (`Method.stored_precise`).
+    """
+
+    what: str
+    parameters: int
+    replicas: tuple[str, ...]
+    in_layers: bool = True
+    depth: int = 0
+    is_precise: bool = False
+
+    def stored(self, method: Method) -> Storage:
+        """Bytes of each of them."""
+        return method.stored_precise if self.is_precise else method.stored
+
+    def group(self, layout: Layout) -> int:
+        """Size of the replica group."""
+        return math.prod(getattr(layout, axis) for axis in self.replicas)
+
+    def shard_size(self, layout: Layout) -> int:
+        """Parameters of one shard if they are sharded over the group (ZeRO)."""
+        return -(-self.parameters // self.group(layout))
+
+
+@functools.lru_cache(maxsize=1024)
+def single_chunk(layout: Layout) -> Layout:
+    """The layout with one chunk of layers on each stage."""
+    return layout if layout.vpp == 1 else replace(layout, vpp=1)
+
+
+def weight_layout(model: ModelSizes, layout: Layout) -> Layout:
+    """The layout with one chunk a stage if a device then has the same weights: a cache key."""
+    reduced = single_chunk(layout)
+    is_same = layers_on_device(model, reduced) == layers_on_device(model, layout)
+    return reduced if is_same else layout
+
+
+@functools.lru_cache(maxsize=1024)
+def weight_groups(model: ModelSizes, layout: Layout) -> tuple[WeightGroup, ...]:
+    """All weights of one device.
+
+    Attention and dense layers are sharded over ``tp``, experts over ``ep`` and ``etp``, layers over
+    ``pp``, and rows of the embedding and columns of the head over ``tp`` if it divides them; norms
+    and routers are replicated. Every stage has embedding, head and the first dense layers, and
+    chunks that are all as deep as the deepest.
+    """
+    h, tp = model.d_model, layout.tp
+    layers = layers_on_device(model, layout)
+    routed = layers if model.num_experts else 0
+    tp_sharded, tp_replicated = ("dp", "cp"), ("dp", "cp", "tp")
+    num_first = model.num_dense_layers
+    all_stages_replicated = ("pp", *tp_replicated)
+    all_stages_sharded = ("pp", *tp_sharded)
+    shards_tables = shards_vocabulary(model, layout)
+    tables = (1 if model.tied else 2) * model.vocab_size * h // (tp if shards_tables else 1)
+    in_layer = functools.partial(WeightGroup, depth=layers)
+    in_first = functools.partial(WeightGroup, in_layers=False, depth=num_first)
+    outside = functools.partial(WeightGroup, in_layers=False)
+    norms = layers * 2 * h + routed * h * model.num_experts
+    experts = routed * model.expert_parameters // (layout.ep * layout.etp)
+    first = num_first * (model.attention_parameters + 3 * h * model.dense_d_ff) // tp
+    table_replicas = all_stages_sharded if shards_tables else all_stages_replicated
+    groups = [
+        in_layer("attention", layers * model.attention_parameters // tp, tp_sharded),
+        in_layer("dense layers", layers * 3 * h * model.d_ff // tp, tp_sharded),
+        in_layer("norms and routers", norms, tp_replicated, is_precise=True),
+        in_layer("experts", experts, ("edp",)),
+        in_first("first dense layers", first, all_stages_sharded),
+        in_first(
+            "norms of first layers", num_first * 2 * h, all_stages_replicated, is_precise=True
+        ),
+        outside("embedding and head", tables, table_replicas),
+        outside("last norm", h, all_stages_replicated, is_precise=True),
+    ]
+    return tuple(group for group in groups if group.parameters)
+
+
+def layers_on_device(model: ModelSizes, layout: Layout) -> int:
+    """Layers of a pipeline stage, after the dense first ones; of the deepest if stages differ."""
+    return layout.vpp * -(-model.num_main_layers // (layout.pp * layout.vpp))
+
+
+def layers_on_deepest_stage(model: ModelSizes, layout: Layout) -> float:
+    """`layers_on_device` with their share of the dense first layers."""
+    return model.num_layers * layers_on_device(model, layout) / model.num_main_layers
+
+
+def shards_vocabulary(model: ModelSizes, layout: Layout) -> bool:
+    """True if ``tp`` divides the vocabulary: else each of its ranks has all rows and columns."""
+    return model.vocab_size % layout.tp == 0
+
+
+def parameters_on_device(model: ModelSizes, layout: Layout) -> int:
+    """Number of parameters on a device, as they are used."""
+    return sum(group.parameters for group in weight_groups(model, layout))
+
+
+@functools.lru_cache(maxsize=1024)
+def sharded_parameters(model: ModelSizes, layout: Layout) -> int:
+    """Number of parameters whose optimizer state a device keeps (ZeRO)."""
+    return sum(group.shard_size(layout) for group in weight_groups(model, layout))

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 
-from moe.config import ModelConfig
-from moe.counts import training_flops
+from moe.config import ModelConfig, training_flops
+from moe.planner.models import PRESETS, ModelSizes
 from moe.weights import num_parameters
 from sharding.costs.hardware import HARDWARE, parse
-from sharding.planner.models import PRESETS, ModelSizes
 from tests.oracles import parallelism
 
 MIB = 2**20
@@ -45,7 +44,7 @@ def test_arithmetic_per_token(name, time, gigaflops):
     assert PRESETS[name].training_flops(time) / 1e9 == pytest.approx(gigaflops, rel=1e-3)
 
 
-def test_sizes_count_what_the_network_has():
+def test_parameters_equal_the_networks():
     given: dict[str, Any] = {
         "num_layers": 3,
         "d_model": 10,

@@ -1,4 +1,4 @@
-"""Sums of gradients and gathers of weights send what `sharding.planner.volumes` states."""
+"""Sums of gradients and gathers of weights send what `moe.planner.volumes` states."""
 
 from collections import Counter
 from dataclasses import replace
@@ -15,17 +15,32 @@ from jrl.trainer.learner.accumulation import accumulate_with_overlapped_reductio
 from jrl.trainer.learner.learner import cast_and_gather
 from moe import model
 from moe.config import Model
-from moe.counts import sizes_of
 from moe.execution import Execution
 from moe.placement import shard_dims, shard_specs, specs, stored_specs
+from moe.planner import volumes
+from moe.planner.method import Batch, Method, with_fields
+from moe.planner.models import sizes_of
 from moe.tokens.packing import pack_rows
 from moe.weights import cast_shapes, shapes
 from sharding import zero
 from sharding.collectives import all_sum, vary
 from sharding.folding import Layout, fold_abstract
-from sharding.planner import volumes
-from sharding.planner.method import Batch, Method
 from sharding.zero import Reduction
+
+
+def summed_gradients(name, sizes, wire):
+    """Transfers of gradients that the planner states, and the traced ones."""
+    config, mesh = replace(CONFIGS[name], num_layers=2 * sizes.pp), fold_abstract(sizes)
+    network = Model(config, mesh)
+    places, parts, cuts = specs(network), shard_specs(network), shard_dims(network, wire)
+
+    def local(weights):
+        grads = vary(weights, mesh.axes)
+        return jax.tree.map(partial(zero.reduce_scatter, mesh), places, cuts, grads)
+
+    summed = jax.shard_map(local, mesh=mesh.mesh, in_specs=(places,), out_specs=parts)
+    observed = given_to_collectives(jax.make_jaxpr(summed)(shapes(config)), mesh)
+    return volumes.gradients(sizes_of(config), sizes, Method(gradient_wire=wire)), observed
 
 
 @pytest.mark.slow
@@ -43,39 +58,17 @@ from sharding.zero import Reduction
         ("mixtral", "tp2 cp4 dp4 / ep4"),
     ],
 )
-def test_gradients_are_summed_in_what_is_stated(name, layout):
+def test_gradient_volumes_equal_traced_sums(name, layout):
     sizes = Layout.parse(layout)
-    config, mesh = replace(CONFIGS[name], num_layers=2 * sizes.pp), fold_abstract(sizes)
-    network = Model(config, mesh)
-    places, parts = specs(network), shard_specs(network)
-    cuts = shard_dims(network)
-
-    def local(weights):
-        grads = vary(weights, mesh.axes)
-        return jax.tree.map(partial(zero.reduce_scatter, mesh), places, cuts, grads)
-
-    summed = jax.shard_map(local, mesh=mesh.mesh, in_specs=(places,), out_specs=parts)
-    found = given_to_collectives(jax.make_jaxpr(summed)(shapes(config)), mesh)
-    expected = volumes.gradients(sizes_of(config), sizes, Method(storage="float32"))
-    assert found == stated([t for t in expected if t.kind == "reduce_scatter"], sizes)
+    expected, observed = summed_gradients(name, sizes, "float32")
+    assert observed == stated([t for t in expected if t.kind == "reduce_scatter"], sizes)
 
 
 def test_gradients_in_bfloat16_are_stated():
     """Inside a sequence-parallel group float32, across it terms of two bytes."""
-    sizes = Layout.parse("tp2 cp4 dp4 / ep4")
-    config, mesh = replace(MIXTRAL, num_layers=2), fold_abstract(sizes)
-    network = Model(config, mesh)
-    places, parts = specs(network), shard_specs(network)
-    cuts = shard_dims(network, "bfloat16")
-
-    def local(weights):
-        grads = vary(weights, mesh.axes)
-        return jax.tree.map(partial(zero.reduce_scatter, mesh), places, cuts, grads)
-
-    summed = jax.shard_map(local, mesh=mesh.mesh, in_specs=(places,), out_specs=parts)
-    found = given_to_collectives(jax.make_jaxpr(summed)(shapes(config)), mesh)
-    expected = volumes.gradients(sizes_of(config), sizes, Method(gradient_wire="bfloat16"))
-    assert found == stated([t for t in expected if t.kind != "all_gather"], sizes)
+    layout = Layout.parse("tp2 cp4 dp4 / ep4")
+    expected, observed = summed_gradients("mixtral", layout, "bfloat16")
+    assert observed == stated([t for t in expected if t.kind != "all_gather"], layout)
     assert {t.kind for t in expected if t.side == "across"} == {"all_to_all", "all_gather"}
 
 
@@ -91,10 +84,10 @@ ON_THE_WAY = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "wire", "execution"), ON_THE_WAY)
-def test_a_step_with_gradients_on_their_way_sends_what_is_stated(layout, wire, execution):
-    """All but new weights, which come afterwards, or where they are kept in shards those of both
-    ends, which come first: three micro-batches, of which the last one sums each layer's gradient
-    when it has left the layer."""
+def test_step_volumes_equal_traced_overlapped_reduction(layout, wire, execution):
+    """All but new weights, gathered afterwards; if kept in shards, all but both ends' weights,
+    gathered first: three micro-batches, of which the last one sums each layer's gradient when it
+    has left the layer."""
     sizes = Layout.parse(layout)
     given = {"dispatch": "all_to_all", "context": "gather", **execution}
     execution = Execution(overlap_grad_reduce=True, **given)
@@ -132,8 +125,8 @@ def test_a_step_with_gradients_on_their_way_sends_what_is_stated(layout, wire, e
     shape = batch.rows, batch.time
     piece = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.bool_)
     found = given_to_collectives(jax.make_jaxpr(step)(shapes(config), piece), mesh)
-    method = replace(method_of(config), overlap_grad_reduce=True, gradient_wire=wire)
-    transfers = volumes.step(sizes_of(config), sizes, batch, replace(method, fsdp=is_sharded))
+    method = with_fields(method_of(config), overlap_grad_reduce=True, gradient_wire=wire)
+    transfers = volumes.step(sizes_of(config), sizes, batch, replace(method, reshards=is_sharded))
     expected = [
         one
         for one in transfers
@@ -172,5 +165,5 @@ def test_layers_are_joined_from_shards_as_stated(storage):
         local, mesh=mesh.mesh, in_specs=(stored,), out_specs=PartitionSpec(mesh.axes)
     )
     found = given_to_collectives(jax.make_jaxpr(joined)(cast_shapes(config).layers), mesh)
-    method = Method(fsdp=True, storage=storage)
+    method = Method(reshards=True, storage=storage)
     assert found == stated(volumes.unsharding(sizes_of(config), sizes, method), sizes)

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from moe.execution import Execution
+from moe.planner import communication, volumes
+from moe.planner.method import Batch, Method, for_tokens, with_fields
+from moe.planner.models import ModelSizes
+from moe.planner.search import layouts
 from sharding.costs.hardware import HARDWARE
 from sharding.folding import Layout
-from sharding.planner import communication, volumes
-from sharding.planner.method import Batch, Method, for_tokens
-from sharding.planner.models import ModelSizes
-from sharding.planner.search import layouts
 
 MODEL = ModelSizes(
     num_layers=12,
@@ -23,7 +24,9 @@ MODEL = ModelSizes(
     d_expert=48,
     d_ff=48,
 )
-IN_PARTS = Method(context="ulysses", remat="selective", two_batch_overlap=True, expert_chunks=2)
+IN_PARTS = Method(
+    Execution(context="ulysses", remat="selective", two_batch_overlap=True, expert_chunks=2)
+)
 
 
 @pytest.mark.slow
@@ -32,14 +35,16 @@ IN_PARTS = Method(context="ulysses", remat="selective", two_batch_overlap=True, 
     "method",
     [
         Method(),
-        Method(dispatch="all_to_all", context="ring", remat="selective", storage="mixed"),
+        Method(
+            Execution(dispatch="all_to_all", context="ring", remat="selective"), storage="mixed"
+        ),
         pytest.param(
-            replace(IN_PARTS, dispatch="ragged", even=True, activation_wire="float8_e4m3fn"),
+            with_fields(IN_PARTS, dispatch="ragged", even=True, activation_wire="float8_e4m3fn"),
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_a_layer_takes_what_each_of_its_collectives_takes_on_the_whole_layout(devices, method):
+def test_layer_times_equal_its_collectives_on_the_full_layout(devices, method):
     """Whatever layout was asked for before."""
     hardware, batch = replace(HARDWARE["a100"], domain=4), Batch(24, 96, micro_rows=3)
     for layout in layouts(devices):
@@ -66,10 +71,10 @@ def test_groups_that_lie_as_they_do_alone_are_asked_for_once():
     assert communication.reduced_layouts(whole) == (Layout.parse("cp2"), whole)
 
 
-def test_what_layers_send_depends_on_no_storage():
+def test_for_tokens_drops_storage_and_gradient_settings():
     layout, batch = Layout.parse("tp2 cp2 dp4 / ep4 etp2"), Batch(8, 64, micro_rows=2)
     given = replace(IN_PARTS, storage="mixed", gradient_wire="bfloat16", mu_dtype="bfloat16")
-    given = replace(given, overlap_grad_reduce=True)
+    given = with_fields(given, overlap_grad_reduce=True)
     assert for_tokens(given) == IN_PARTS
     sent = [volumes.layer(MODEL, layout, batch, method) for method in (given, IN_PARTS)]
     assert sent[0] == sent[1]

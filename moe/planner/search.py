@@ -14,11 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from sharding.costs.hardware import Hardware
-from sharding.folding import Layout
-from sharding.folding.layout import divisors
-from sharding.planner import communication
-from sharding.planner.cost import (
+from moe.planner import communication
+from moe.planner.cost import (
     Cost,
     System,
     cost,
@@ -26,16 +23,18 @@ from sharding.planner.cost import (
     times_through_memory,
     value_bytes,
 )
-from sharding.planner.memory import (
+from moe.planner.memory import (
     Memory,
     activation_bytes,
     memory,
     saved_score_bytes,
     working_score_bytes,
 )
-from sharding.planner.method import Batch, Method, with_fields
-from sharding.planner.models import ModelSizes
-from sharding.planner.weights import parameters_on_device, sharded_parameters
+from moe.planner.method import Batch, Method, with_fields
+from moe.planner.models import ModelSizes, parameters_on_device, sharded_parameters
+from sharding.costs.hardware import Hardware
+from sharding.folding import Layout
+from sharding.folding.layout import divisors
 
 Fields = dict[str, str | None]
 """Fields of a `Method`."""
@@ -61,9 +60,9 @@ class Plan:
 class Choices:
     """Choices of the search besides the sizes of a layout.
 
-    The last two allow it to turn on an overlap that `method` has off, where a run supports it:
-    two-batch overlap with more than one row and without a capacity that drops tokens, overlapped
-    gradient reduction without a pipeline.
+    The last two allow it to turn on an overlap that `method` has off, if a run supports it:
+    two-batch overlap needs more than one row and no capacity that drops tokens, overlapped gradient
+    reduction no pipeline.
     """
 
     dispatch: Sequence[str] = ("all_gather", "all_to_all")
@@ -151,7 +150,7 @@ def _context_costs(case: Case, batch: Batch) -> Costs:
         for rows in method.streams(batch)
     ]
     scores = (
-        saved_score_bytes(model, layout, batch, with_fields(method, remat="none")),
+        saved_score_bytes(model, layout, batch, method, "none"),
         working_score_bytes(model, layout, batch, method),
     )
     return _costs(case, batch.local_tokens(layout), sent, scores)
@@ -349,6 +348,8 @@ def best_plan(
         """
         nonlocal needs, best
         for remat in choices.remat:
+            if variant.execution.fsdp and remat == "none":
+                continue  # `Execution` refuses it.
             candidate = with_fields(variant, remat=remat)
             # Rematerialisations that keep less take longer.
             is_first = remat == choices.remat[0]
@@ -387,8 +388,8 @@ def communication_variants(
 ) -> tuple[list[Fields], list[Fields]]:
     """Candidate combinations of context, dispatch and communication dtype.
 
-    The first list may take the least time; those of the second can only be better by keeping less.
-    The costs of context and of dispatch with its dtype are independent of each other.
+    The first list may take the least time; the second can only be better by keeping less. The costs
+    of context and of dispatch with its dtype are independent of each other.
     """
     quick: list[Fields] = []
     small: list[Fields] = []
@@ -406,22 +407,26 @@ def method_variants(
     """The method with each allowed storage, communication dtype of gradients, and overlap."""
     # Chunks of tokens are of no use without expert parallelism.
     chunks = choices.expert_chunks if layout.ep * layout.etp > 1 else (1,)
-    halved, reduced = method.two_batch_overlap, method.overlap_grad_reduce
     may_halve = batch.micro_rows > 1 and model.capacity_factor is None
     may_reduce = layout.pp == 1 and layout.num_devices > 1
+    execution = method.execution
     fields = {
         "storage": choices.storage,
         "gradient_wire": choices.gradient_wire,
         "expert_chunks": chunks,
-        "two_batch_overlap": switch_values(halved, choices.two_batch_overlap and may_halve),
-        "overlap_grad_reduce": switch_values(reduced, choices.overlap_grad_reduce and may_reduce),
+        "two_batch_overlap": switch_values(
+            execution.two_batch_overlap, choices.two_batch_overlap and may_halve
+        ),
+        "overlap_grad_reduce": switch_values(
+            execution.overlap_grad_reduce, choices.overlap_grad_reduce and may_reduce
+        ),
     }
     for values in itertools.product(*fields.values()):
         yield with_fields(method, **dict(zip(fields, values, strict=True)))
 
 
 def switch_values(value: bool, may_be_on: bool) -> tuple[bool, ...]:
-    """Values of a switch: as it is, and on where it may be."""
+    """Values of a switch: as it is, and on if it may be."""
     return (value,) if value or not may_be_on else (False, True)
 
 

@@ -1,22 +1,11 @@
-"""Settings of a run besides its layout: batch, dispatch, context, rematerialisation, storage."""
+"""Settings of a run besides its layout: batch, execution and storage."""
 
 import functools
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from sharding.compression import ACTIVATION_DTYPES
+from moe.execution import Execution
 from sharding.folding import Layout
-
-ALLOWED_VALUES: dict[str, tuple[str | None, ...]] = {
-    "dispatch": ("all_gather", "all_to_all", "ragged", "two_level", "two_level_ragged", "deepep"),
-    "context": ("gather", "ring", "ulysses"),
-    "remat": ("none", "selective", "projections", "full"),
-    "activation_wire": (None, *ACTIVATION_DTYPES),
-    "gradient_wire": ("float32", "bfloat16"),
-    "mu_dtype": ("float32", "bfloat16"),
-    "attention": (None, "plain", "blocked"),
-}
-"""Allowed values of the fields of a `Method`; those of `remat` from the fastest on."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +16,8 @@ class Batch:
       rows: sequences on all devices.
       time: tokens of each.
       micro_rows: sequences of a micro-batch on each ``dp`` rank.
-      micro_tokens: tokens of a micro-batch on one device, fewer than those of its sequences if
-        these share prompts; None counts all.
+      micro_tokens: tokens of a micro-batch on one device, fewer than its sequences have if these
+        share prompts; None counts all.
     """
 
     rows: int
@@ -89,7 +78,7 @@ class Storage:
 
 
 STORAGES = {
-    # Float32 weights, which are their own masters.
+    # Float32 weights are their own masters.
     "float32": Storage(4, 4, 0, 8, 4, 4, summand=4),
     # Weights in bfloat16 with float32 masters (`jrl.trainer.learner.learner`): 6 + 12 / G in shards
     # of G.
@@ -99,10 +88,17 @@ STORAGES = {
     # The same with gradients that are rounded once for an all-to-all and summed in float32.
     "mixed-bfloat16-wire": Storage(2, 4, 4, 8, 2, 2, summand=0),
 }
-# Norms and routers, where they stay float32 among weights that do not.
+# Norms and routers that stay float32 among weights that do not.
 STAYS_FLOAT32 = {"bfloat16": Storage(4, 4, 4, 8, 4, 4, summand=4)}
 """Shoeybi et al.'s distributed optimizer counts as "mixed"; Jin et al., "MegaScale-MoE", 2025,
 section 5 (the wire). https://arxiv.org/abs/2505.11432"""
+
+
+ALLOWED_VALUES = {
+    "storage": (*STORAGES,),
+    "gradient_wire": ("float32", "bfloat16"),
+    "mu_dtype": ("float32", "bfloat16"),
+}
 
 
 def _of_weights(default: Any) -> Any:
@@ -112,86 +108,85 @@ def _of_weights(default: Any) -> Any:
 
 @dataclass(frozen=True)
 class Method:
-    """Choices besides the layout; fields as in `moe.execution.Execution`.
+    """Choices besides the layout.
 
     Attributes:
-      dispatch: token dispatch method, how tokens are sent to experts; "deepep" is that of other
-        systems (`sharding.costs.dispatch.TokenDispatch`).
-      context: context-parallel method, how attention crosses ``cp``.
-      remat: rematerialisation, what the backward pass recomputes.
-      fsdp: weights are kept in shards and gathered layer by layer.
+      execution: settings of the network's execution. A `dispatch` of None reads as "all_gather", a
+        `context` of None as "gather", and an `attention` of None as a kernel that keeps scores on
+        the chip (`moe.planner.memory.working_score_bytes`). Implementations of other parts do not
+        matter.
+      deepep_block: dispatches tokens as DeepEP does in other systems
+        (`sharding.costs.transfer.TokenDispatch`), to this many neighbouring experts together; 1 if
+        all sets of experts are equally likely. None dispatches as `execution` says.
+      reshards: shards weights as `Execution.fsdp` does, under any rematerialisation: PyTorch's
+        FSDP2 gathers them again in the backward pass.
       itemsize: bytes of an activation.
       storage: of weights, gradients and optimizer, one of `STORAGES`.
-      resends: rematerialisation is that of `moe.remat`: "selective" gathers tokens and sends them
-        to experts again, "full" keeps what collectives return. Else it is that of Korthikanti et
-        al. (https://arxiv.org/abs/2205.05198): "selective" repeats attention's scores, norms and
+      resends: rematerialisation as in `moe.remat`: "selective" gathers tokens and sends them to
+        experts again, "full" keeps what collectives return. Else as in Korthikanti et al.
+        (https://arxiv.org/abs/2205.05198): "selective" repeats attention's scores, norms and
         activations, and no communication; "full" keeps a layer's input alone and repeats all.
       repeats_experts: the backward pass repeats the experts too, with their dispatch, and keeps
         nothing of them; with "none" and "selective".
-      even: expert buffers have the size of even routing, as where their sizes are known at run time
-        or a capacity bounds them; else that of any routing.
-      buffer_factor: expert buffers of one size as a multiple of balanced load, which bounds what
-        devices send to one another; None is any routing.
-      activation_wire: communication dtype of tokens to the experts and back; None is their own.
-      expert_chunks: number of chunks in which they are dispatched.
-      expert_block: neighbouring experts that a token is sent to together, for "deepep"; 1 where
-        all sets of experts are equally likely.
-      server_devices: devices of a server, for two levels; None is all.
-      two_batch_overlap: rows pass through the layers in two halves, see `streams`.
-      overlap_grad_reduce: gradients of a layer are reduced when its last backward pass has ended.
+      even: expert buffers have the size of even routing, as if their sizes were known at run time
+        or a capacity bounded them; else they fit any routing.
+      in_place: a pipeline stage writes the residuals of a chunk directly to their buffer slot; else
+        to a temporary buffer first, as `sharding.pipeline` does.
       gradient_wire: communication dtype of gradients between sequence-parallel groups; "bfloat16"
         is an all-to-all of terms that are summed in float32 (`sharding.compression`).
       mu_dtype: of Adam's first moment.
       state_bytes: bytes of the optimizer state per parameter; None assumes AdamW's two moments.
-      attention: implementation that materialises scores in memory: "plain", all of them, or
-        "blocked", a part; None is a kernel that has them on the chip
-        (`sharding.planner.memory.working_score_bytes`).
-      duplicates_experts: where "none" keeps the values that a layer computes, it keeps a copy of
-        its experts' matrices too, as XLA's programs do on a CPU.
+      duplicates_experts: if "none" keeps the values that a layer computes, it keeps a copy of its
+        experts' matrices too, as XLA's programs do on a CPU.
       fused_activation: the activation of a dense layer keeps no more than its input.
-      in_place: a pipeline stage writes the residuals of a chunk directly to their buffer slot; else
-        to a temporary buffer first, as `sharding.pipeline` does.
     """
 
-    dispatch: str = "all_gather"
-    context: str = "gather"
-    remat: str = "none"
-    fsdp: bool = False
+    execution: Execution = field(default_factory=Execution)
+    deepep_block: int | None = None
+    reshards: bool = False
     itemsize: int = 2
     storage: str = _of_weights("float32")
     resends: bool = True
     repeats_experts: bool = False
     even: bool = False
     in_place: bool = False
-    buffer_factor: float | None = None
-    activation_wire: str | None = None
-    expert_chunks: int = 1
-    expert_block: int = 1
-    server_devices: int | None = None
-    two_batch_overlap: bool = False
-    overlap_grad_reduce: bool = _of_weights(False)
     gradient_wire: str = _of_weights("float32")
     mu_dtype: str = _of_weights("float32")
     state_bytes: float | None = _of_weights(None)
-    attention: str | None = None
     duplicates_experts: bool = False
     fused_activation: bool = False
 
     def __post_init__(self):
-        for name, choices in {**ALLOWED_VALUES, "storage": tuple(STORAGES)}.items():
+        for name, choices in ALLOWED_VALUES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not known: use "
-                    f"{', '.join(map(str, choices))}."
+                    f"{name}={getattr(self, name)!r} is not known: use {', '.join(choices)}."
                 )
+
+    @property
+    def dispatch(self) -> str:
+        """Token dispatch method."""
+        if self.deepep_block is not None:
+            return "deepep"
+        return self.execution.dispatch or "all_gather"
+
+    @property
+    def context(self) -> str:
+        """Context-parallel method."""
+        return self.execution.context or "gather"
+
+    @property
+    def fsdp(self) -> bool:
+        """True if weights are kept in shards and gathered layer by layer."""
+        return self.execution.fsdp or self.reshards
 
     def streams(self, batch: Batch) -> tuple[Batch, ...]:
         """Batches that pass through a layer separately.
 
         With two-batch overlap they are two halves of a micro-batch's rows, the first with one more
-        where their number is odd; else the whole micro-batch.
+        if their number is odd; else the whole micro-batch.
         """
-        if not self.two_batch_overlap or batch.micro_rows < 2:
+        if not self.execution.two_batch_overlap or batch.micro_rows < 2:
             return (batch,)
         return _split_rows(batch)
 
@@ -205,7 +200,7 @@ class Method:
     @property
     def repeats_all(self) -> bool:
         """True if the backward pass repeats all communication of the forward pass."""
-        return self.remat == "full" and not self.resends
+        return self.execution.remat == "full" and not self.resends
 
     @property
     def stored(self) -> Storage:
@@ -231,19 +226,28 @@ def _split_rows(batch: Batch) -> tuple[Batch, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def with_fields(method: Method, **changes: Any) -> Method:
-    """The method with other fields, cached: a search needs few methods many times."""
-    return replace(method, **changes)
+    """The method with other fields, its own or its execution's, and cached: a search needs few
+    methods many times. `dispatch` may be "deepep"."""
+    if changes.get("dispatch") == "deepep":
+        changes |= {"dispatch": None, "deepep_block": method.deepep_block or 1}
+    elif "dispatch" in changes:
+        changes["deepep_block"] = None
+    settings = {name: changes.pop(name) for name in OF_EXECUTION & changes.keys()}
+    return replace(method, execution=replace(method.execution, **settings), **changes)
 
 
+OF_EXECUTION = {item.name for item in fields(Execution)}
 OF_WEIGHTS = {item.name: item.default for item in fields(Method) if "weights" in item.metadata}
 
 
 def for_tokens(method: Method) -> Method:
     """A cache key of the layers' communication: fields of weights have their defaults."""
-    return with_fields(method, **OF_WEIGHTS)
+    return with_fields(method, overlap_grad_reduce=False, **OF_WEIGHTS)
 
 
 @functools.lru_cache(maxsize=4096)
 def for_weights(method: Method) -> Method:
     """A cache key of weights, gradients and optimizer: all other fields have their defaults."""
-    return Method(fsdp=method.fsdp, **{name: getattr(method, name) for name in OF_WEIGHTS})
+    of_weights = {name: getattr(method, name) for name in OF_WEIGHTS}
+    execution = Execution(overlap_grad_reduce=method.execution.overlap_grad_reduce)
+    return Method(execution, reshards=method.fsdp, **of_weights)

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from moe.planner.cost import Cost
+from moe.planner.models import ModelSizes
+from moe.planner.search import MEMORY_FRACTION, Plan, SearchResult, broken_rule
 from sharding.costs.hardware import Hardware
 from sharding.folding import Layout
-from sharding.planner.cost import Cost
-from sharding.planner.models import ModelSizes
-from sharding.planner.search import MEMORY_FRACTION, Plan, SearchResult, broken_rule
 
 COLUMNS = ("layout", "dispatch", "context", "remat", "rows", "step", "MFU", "memory")
 COMPONENTS = ("products", "traffic", "sent", "bubble")
@@ -25,7 +25,7 @@ def plan_row(plan: Plan, hardware: Hardware) -> list[str]:
         str(plan.layout),
         _dispatch_text(plan),
         plan.method.context if plan.layout.cp > 1 else "-",
-        plan.method.remat,
+        plan.method.execution.remat,
         f"{plan.batch.micro_rows}{' in two batches' if halved else ''}",
         f"{cost.total:.3g} s",
         f"{cost.mfu(hardware):.1%}",
@@ -35,12 +35,12 @@ def plan_row(plan: Plan, hardware: Hardware) -> list[str]:
 
 
 def _dispatch_text(plan: Plan) -> str:
-    """Dispatch method, with communication dtype and number of chunks where not the default."""
-    method = plan.method
+    """Dispatch method, communication dtype and number of chunks, if any is set."""
+    method, execution = plan.method, plan.method.execution
     if plan.layout.ep * plan.layout.etp == 1:
         return "-"
-    comm_dtype = "" if method.activation_wire is None else " fp8"
-    chunks = "" if method.expert_chunks == 1 else f" x{method.expert_chunks}"
+    comm_dtype = "" if execution.activation_wire is None else " fp8"
+    chunks = "" if execution.expert_chunks == 1 else f" x{execution.expert_chunks}"
     return method.dispatch + comm_dtype + chunks
 
 
@@ -53,7 +53,7 @@ def report(
     best = result.plans[0]
     if best.method.gradient_wire != "float32":
         lines += ["", f"The first layout sends gradients in {best.method.gradient_wire}."]
-    if best.method.overlap_grad_reduce:
+    if best.method.execution.overlap_grad_reduce:
         lines += ["", "The first layout reduces gradients inside the backward pass."]
     sent = sorted(best.cost.communication.items(), key=lambda item: -item[1])
     shown = [[f"  {what}", f"{time:.3g} s"] for what, time in sent if time > 0]

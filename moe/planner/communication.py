@@ -9,13 +9,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 
+from moe.planner import volumes
+from moe.planner.method import Batch, Method, for_tokens
+from moe.planner.models import ModelSizes, layers_on_deepest_stage, single_chunk, weight_groups
 from sharding.costs.hardware import Hardware
 from sharding.costs.transfer import Transfer, group_strides
 from sharding.folding import Layout
-from sharding.planner import volumes
-from sharding.planner.method import Batch, Method, for_tokens
-from sharding.planner.models import ModelSizes
-from sharding.planner.weights import layers_on_deepest_stage, single_chunk, weight_groups
 
 Timed = tuple[tuple[str, float], ...]
 """Names of collectives, and the seconds of each."""
@@ -29,7 +28,7 @@ TRANSFER_GROUPS = (
 )
 """Names of groups of transfers, by the words in the transfers' names."""
 STREAM_GROUPS = ("context", "attention and dense layers over tp", "experts")
-"""Those of them that each half of the rows sends separately under two-batch overlap."""
+"""Groups that each half of the rows sends separately under two-batch overlap."""
 
 
 def micro_batch_seconds(
@@ -73,8 +72,8 @@ def _group_name(what: str) -> str:
 def step_seconds(
     model: ModelSizes, layout: Layout, method: Method, hardware: Hardware
 ) -> tuple[float, float, float]:
-    """Seconds of communication once per step: the reduction of the layers' gradients, that of the
-    embedding's and head's gradients, and the all-gather of new weights."""
+    """Seconds of communication once per step: the reduction of the layers' gradients, the reduction
+    of the embedding's and head's gradients, and the all-gather of new weights."""
     embed_and_head_names = {
         f"gradients: {group.what}" for group in weight_groups(model, layout) if not group.depth
     }
@@ -105,7 +104,7 @@ def _total_seconds(transfers: Iterable[Transfer], layout: Layout, hardware: Hard
 def layer_times(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
 ) -> Timed:
-    """Times of the transfers of `sharding.planner.volumes.layer`, forward and backward."""
+    """Times of the transfers of `moe.planner.volumes.layer`, forward and backward."""
     passes = []
     for rows in method.streams(batch):
         passes.append(non_expert_times(model, layout, rows, method, hardware))
@@ -123,7 +122,7 @@ def _times(
     method: Method,
     hardware: Hardware,
 ) -> tuple[Timed, ...]:
-    """Times of each list of transfers that a function of `sharding.planner.volumes` returns."""
+    """Times of each list of transfers that a function of `moe.planner.volumes` returns."""
     return tuple(
         tuple((transfer.what, transfer.seconds(layout, hardware)) for transfer in transfers)
         for transfers in collectives(model, layout, rows, method)
@@ -133,7 +132,7 @@ def _times(
 def non_expert_times(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
 ) -> tuple[Timed, ...]:
-    """Times of `sharding.planner.volumes.non_expert`, forward and backward."""
+    """Times of `moe.planner.volumes.non_expert`, forward and backward."""
     # The hops of a ring differ under a pipeline.
     if method.context != "ring" or layout.pp == 1:
         layout = reduced_layouts(layout)[0]
@@ -143,7 +142,7 @@ def non_expert_times(
 def expert_times(
     model: ModelSizes, layout: Layout, tokens: int, method: Method, hardware: Hardware
 ) -> tuple[Timed, ...]:
-    """Times of `sharding.planner.volumes.experts`, forward and backward."""
+    """Times of `moe.planner.volumes.experts`, forward and backward."""
     layout = reduced_layouts(layout)[1]
     return _times(volumes.experts, model, layout, tokens, for_tokens(method), hardware)
 
@@ -151,7 +150,7 @@ def expert_times(
 def embed_and_head_times(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
 ) -> Timed:
-    """Times of `sharding.planner.volumes.embed_and_head`."""
+    """Times of `moe.planner.volumes.embed_and_head`."""
     layout, method = reduced_layouts(layout)[0], for_tokens(method)
     return tuple(chain(*_times(volumes.embed_and_head, model, layout, batch, method, hardware)))
 
@@ -200,12 +199,12 @@ def exposed_with_two_batches(
 ) -> dict[str, float]:
     """Exposed seconds of each kind of a micro-batch's communication under two-batch overlap.
 
-    One half of the rows communicates while the other computes (`Method.two_batch_overlap`). A pass
-    through a layer has five phases, of which the middle three overlap both: attention of the first
-    half; attention of the second with dispatch of the first; experts of the first with dispatch of
-    the second; experts of the second with combine of the first; combine of the second. Of four
-    equal pieces of communication one is exposed, and as layers run in a loop it is in each of them:
-    n is 4. If the experts' exposed piece is in chunks, only its last chunk is exposed.
+    One half of the rows communicates while the other computes (`Execution.two_batch_overlap`). A
+    pass through a layer has five phases, of which the middle three overlap both: attention of the
+    first half; attention of the second with dispatch of the first; experts of the first with
+    dispatch of the second; experts of the second with combine of the first; combine of the second.
+    Of four equal pieces of communication one is exposed, and as layers run in a loop it is in each
+    of them: n is 4. If the experts' exposed piece is in chunks, only its last chunk is exposed.
 
     Args:
       sent: seconds without overlap.
@@ -234,10 +233,10 @@ def exposed_reduction(
 ) -> float:
     """Exposed seconds of the layers' gradient reduction, after the backward pass has ended.
 
-    See `Method.overlap_grad_reduce`. The reduction of a piece (a chunk of an interleaved pipeline,
-    else a layer) starts after the backward pass of its last micro-batch, which takes two thirds of
-    a micro-batch's time: ``max(S / n, S - 2/3 t (n - 1) / n)`` of n pieces. The reduction of the
-    last piece has nothing to overlap with.
+    See `Execution.overlap_grad_reduce`. The reduction of a piece (a chunk of an interleaved
+    pipeline, else a layer) starts after the backward pass of its last micro-batch, which takes two
+    thirds of a micro-batch's time: ``max(S / n, S - 2/3 t (n - 1) / n)`` of n pieces. The reduction
+    of the last piece has nothing to overlap with.
 
     Args:
       reduction_seconds: seconds of the reduction of all pieces.
