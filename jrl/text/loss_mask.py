@@ -37,9 +37,8 @@ from jrl.text.located import (
     check_no_delimiters,
     escape_special_tokens,
 )
-from jrl.text.prompt_format import NO_TOOLS, PromptFormat
+from jrl.text.prompt_format import NO_TOOLS, PromptFormat, has_calls, reasoning_of
 from jrl.text.tokenizer import Tokenizer
-from jrl.text.written_fields import has_calls, reasoning_of
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ def _build_loss_mask(tokens: Tokens, tokenizer: Tokenizer) -> Encoded:
 
 
 def _encode_text(tokenizer: Tokenizer, text: str) -> Encoded:
-    """A text that is trained on except for its first token, which has no context."""
+    """A text that is trained on from its second token: the first has no context."""
     ids = tokenizer.with_prefix(tokenizer.encode_special(text))
     if ids[-1] not in tokenizer.stop_ids:
         ids = [*ids, tokenizer.eos_id]
@@ -232,7 +231,7 @@ def _encode_with_template(
         special = _mask_special_tokens(tokenizer, encoding)
     turn = np.full(len(encoding.ids), -1)
     for turn_index, (begin, end) in enumerate(offsets):
-        # Some special tokens include the blanks after them, which are not sampled.
+        # Some special tokens include the blanks after them; these are not sampled.
         turn[encoding.within(begin, end) & ~(special & (encoding.begins < begin))] = turn_index
     ids = tokenizer.with_template_prefix(encoding.ids)
     return ids, np.concatenate([np.full(len(ids) - len(turn), -1), turn]), len(spans)

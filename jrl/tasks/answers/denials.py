@@ -107,6 +107,19 @@ _WORKS = _words(
     """
 )
 _EXCESS = frozenset({"large", "small", "big", "high", "low", "much", "many", "few", "little"})
+_ELSEWHERE = r" (?:to(?! be\b)|that|only|otherwise|in general|for (?!this|the |our |these))"
+_RIGHT_OR_WRONG = "|".join(_JUDGED_WRONG | _JUDGED_RIGHT - _words("answer answers solution it"))
+_MAY_FAIL = "|".join(
+    {*(_WORKS - _words("be been equal equals make add")), *_JUDGED_RIGHT, "make sense", "add up"}
+)
+# Judgements on something else than the answer before them: "is wrong to divide", "is not so hard",
+# "cannot be negative", "is not a coincidence".
+_JUDGES_ELSE = re.compile(
+    rf"(?:^| )(?:(?:{_RIGHT_OR_WRONG}|work|hold|fit|too \w+){_ELSEWHERE}"
+    r"|(?:not|\w*n't|be) (?:so|that) (?!because|since|as|i|we)\w|(?:no|not|never|cannot|\w*n't) "
+    r"(?:(?:be|been|the|my|our|an?|even|quite|really|at|all|\w+ly) )*+"
+    rf"(?!(?:\w+ )?(?:answers?|solution)\b|(?:{_MAY_FAIL})(?![-\w]))\w)"
+)
 _AFTERTHOUGHT = _words(
     """
     which that this it but and oh wait sorry actually hmm no well the answer result one
@@ -348,7 +361,7 @@ def is_retracted(words: Sequence[str]) -> bool:
         return False
     if not rest or not _COPULA.fullmatch(rest[0]):
         return bool(rest) and len(rest) == 1 and rest[0] in _WRONG
-    return is_judged_wrong(rest)
+    return is_judged_wrong(rest) and not _JUDGES_ELSE.search(" ".join(rest))
 
 
 _CORRECTED = re.compile(
@@ -417,9 +430,10 @@ _RETRACTION = re.compile(
     r"|(?<!not )(?<!n't )(?<!never )(?:scratch|strike|ignore|forget|disregard) (?:that|this)"
     r"|never mind(?! the| that| how)|i was wrong|sike|take (?:that|this|it) back|(?:just )?kidding"
     r"|oops(?! is)|my bad|(?:that|this|it|which) contradicts|actually no|wait no|no wrong|falsely"
-    r"|(?:that|this|it) (?:can't|cannot|can not|couldn't) be(?= (?:right|correct|true|so|it)\b|$)"
-    r"|(?:that|this|it) (?:is|was) (?:wrong|incorrect)(?! to)|\[ wrong)(?=\s|$)|^but no$|^\?\?+"
-    r"|^no longer\b"
+    r"|(?:that|this|it) (?:can't|cannot|can not|couldn't) be"
+    r"(?= (?:right|correct|true|so(?! \w)|it)\b|$)"
+    rf"|(?:that|this|it) (?:is|was) (?:wrong|incorrect)(?!{_ELSEWHERE})|\[ wrong)(?=\s|$)"
+    r"|^but no$|^\?\?+|^no longer\b"
 )
 # Items of a list, or values on lines of their own: no line is the answer rather than another.
 MAX_LIST = 300

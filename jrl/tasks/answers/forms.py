@@ -122,7 +122,7 @@ def _has_variable_below(term: Any) -> bool:
 
 
 def _add_product(value: Any, form: Form) -> None:
-    """Counts the factors above and below the line where one of them is a bracket."""
+    """Counts the factors above and below the line if one of them is a bracket."""
     factors = _factors(value)
     for side in (1, -1):
         # A number below the line is no factor: (x+1)/2 is as worked out as x/2 + 1/2.

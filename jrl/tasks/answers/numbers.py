@@ -51,9 +51,9 @@ class Statement:
     Attributes:
       kind: `NUMBER`; `MULTIPLE` numbers, so none is the answer; a `RELATION`, such as a bound;
         `OPAQUE`, something with a number that is none (`2x`, `\\log 8`); or `NOTHING`.
-      expression: the number; without a value where there is none.
-      unit: the unit before or after it, as named by `unit_of`; "" without a known one.
-      label: the variable that has this value; "" without one.
+      expression: the number; its value is None if there is none.
+      unit: the unit before or after it, as named by `unit_of`; "" if none is known.
+      label: the variable that has this value, x in x = 42; "" if there is none.
       digits: the number as text, without what groups its digits.
       is_only_number: whether no other number is in the text.
       scale: number that is named after it and multiplies it: a million, a dozen.

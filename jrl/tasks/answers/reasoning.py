@@ -186,7 +186,7 @@ class TurnReader:
 
     @property
     def _markers(self) -> tuple[str, ...]:
-        """Marks that count at this position, besides those of calls."""
+        """Marks that count at this position, except the marks of calls."""
         if self._header is not None:
             return MESSAGE, START, *MESSAGE_ENDS
         if self._in_message:
@@ -297,7 +297,7 @@ class TurnReader:
 
 @cache
 def _pattern(markers: tuple[str, ...], calls: tuple[str, ...]) -> re.Pattern[str]:
-    """Pattern of any mark; that of a call is its group "call"."""
+    """Pattern of any mark; its group "call" matches the mark of a call."""
     # A bracket opens a call only at the beginning of a line.
     of_calls = [
         _unless_mentioned(mark) if len(mark) > 1 else rf"^[ \t]*{re.escape(mark)}" for mark in calls

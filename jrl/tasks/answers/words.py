@@ -59,7 +59,7 @@ _RIGHT = re.compile(
 _CORRECTED = re.compile(r"\b(?:wait|actually|but|however|sorry|or|no|not|instead)\b", re.IGNORECASE)
 _CLOCK = re.compile(r"\d{1,2}:\d{2}(?::\d{2})?(?:\s*[ap]\.?\s?m\.?)?", re.IGNORECASE)
 _SHORT = 4
-"""Maximum number of words of a text without a verb that is judged as an answer."""
+"""Maximum number of words of a text that is an answer though it has no verb."""
 _OPPOSITES = {"yes": "no", "no": "yes", "true": "false", "false": "true"}
 _POLAR = re.compile(
     r"(?<![\w-])(?:yes|true|false)\b"

@@ -109,7 +109,7 @@ def seccomp_filter(*, network: bool, machine: str | None = None) -> bytes | None
       machine: as named by `os.uname`; None is this one.
     """
     machine = os.uname().machine if machine is None else machine
-    # A 32-bit interpreter would make 32-bit calls only, which are blocked.
+    # A 32-bit interpreter makes only 32-bit calls, and the filter blocks them.
     if machine not in ARCHITECTURES or sys.maxsize < 2**32:
         return None
     column, audit = ARCHITECTURES[machine]

@@ -277,6 +277,6 @@ def _end(process: "subprocess.Popen[str]", reader: threading.Thread) -> None:
     reader.join()
     for stream in (process.stdin, process.stdout):
         assert stream is not None
-        # Closing writes the rest of the buffer, which has no reader any more.
+        # Closing writes the rest of the buffer, and its reader has ended.
         with contextlib.suppress(BrokenPipeError):
             stream.close()

@@ -57,7 +57,7 @@ def task(request) -> Task:
 
 @functools.cache
 def drawn(name: str) -> tuple[list[Example], list[Example]]:
-    """Many examples of the task, those of training and some that are held out."""
+    """Many examples of the task, for training and held out."""
     task = BUILT_IN[name](7)
     train = [task.train(index) for index in range(NUM_EXAMPLES)]
     return train, [task.heldout(index) for index in range(NUM_EXAMPLES // 3)]

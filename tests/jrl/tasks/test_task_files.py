@@ -24,7 +24,7 @@ def listed(path, heldout=None, kind="jsonl"):
 
 
 def prompts(task):
-    """Those of training and those held out."""
+    """Examples for training and held out."""
     heldout = [task.heldout(index).prompt for index in range(task.heldout_size)]
     train = [task.train(index).prompt for index in range(len(task.examples) - len(heldout))]
     return set(train), set(heldout)

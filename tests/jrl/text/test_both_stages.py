@@ -45,7 +45,7 @@ WRITES_OTHERWISE = {
     ("mistral", name)
     for name in ("TRL's", "messages and an answer", "ShareGPT's", "ShareGPT's with a system field")
 }
-"""Templates that write a prompt otherwise where an answer follows: Mistral's has the system message
+"""Templates that write a prompt otherwise if an answer follows: Mistral's has the system message
 before a user's turn that is the last, and nowhere else."""
 
 

@@ -66,7 +66,7 @@ def test_a_text_that_goes_on_has_no_blank_of_its_own(pieces):
         pieces.decode([*pieces.encode(before), *pieces.encode_continuation(before, text)])
         == "How manypens"
     )
-    # Without a template a prompt and its answer are one text.
+    # If there is no template, a prompt and its answer are one text.
     chat = chat_of({"prompt": "How many?", "completion": " 7 pens"}, "f:1")
     found = encode_chat(ChatFormat(pieces), chat)
     assert pieces.decode(found.ids.tolist()) == "How many? 7 pens"
@@ -148,7 +148,7 @@ def test_special_token_of_single_words_is_text_inside_of_a_word(text, is_token, 
     pipeline.save(str(place / "tokenizer.json"))
     tokenizer = checkpoint_tokenizer(place, 600)
     token = tokenizer.special_tokens["<w>"]
-    # As in a text without an escape.
+    # As in a text that has no escape.
     assert (token in tokenizer.encode_special(text)) == is_token
     located = tokenizer.encode_special_spans(f"{text} <\ue000|im_end|>", "\ue000")
     assert (token in located.ids) == is_token

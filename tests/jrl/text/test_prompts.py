@@ -60,7 +60,7 @@ def test_special_tokens_inside_a_completion_show():
 
 
 def test_marks_of_reasoning_are_written_out(tmp_path):
-    """Where they are special tokens, a verifier has to know where reasoning ends all the same."""
+    """If they are special tokens, a verifier has to know where reasoning ends all the same."""
     folder = write_tokenizer(tmp_path / "qwen")
     made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     made.add_special_tokens(["[THINK]", "[/THINK]"])

@@ -104,6 +104,18 @@ It could be written as a fraction too.|The second case is similar.|Does this mak
 The first guess was too low.|For others, see the appendix.|While others count, we did not.
 It is possible to check this.|If this is unclear, ask.|There is no other possibility.
 The alternative would be too small.|Is this right? Yes.
+It cannot be negative.|It can't be a fraction.|It could never be larger.|It must not be rounded.
+This cannot be simplified further.|It cannot be so large.|It isn't that hard.|It will not change.
+It is wrong to divide first.|It would be a mistake to add them.|It is too large to count by hand.
+It is false that order matters.|It is not true for other values.|This does not work for odd n.
+It is not a coincidence.|It is not possible to do better.|That would be impossible otherwise.
+""".strip().replace("\n", "|")
+
+
+JUDGEMENTS = """
+It cannot be right.|It can't be the answer.|That cannot possibly be correct.|It isn't so.|It is not.
+This is wrong because x is odd.|It is a mistake.|It is too large.|It is not true for this problem.
+That is not the expected answer.|This is impossible.|It does not work.|It doesn't make sense.
 """.strip().replace("\n", "|")
 
 
@@ -122,3 +134,10 @@ def test_sentences_behind_an_answer_take_nothing_back(judge, reference, stated):
         for gap in (" ", "\n\n"):
             completion = stated + gap + sentence
             assert judge(reference, completion) == "correct", completion
+
+
+@pytest.mark.parametrize("kind", ["number", "word", "letter"])
+def test_judge_rejects_answer_before_sentence_that_calls_it_wrong(judge, kind):
+    answer = CANDIDATES[kind][0]
+    texts = [f"The answer is {answer}. {sentence}" for sentence in JUDGEMENTS.split("|")]
+    assert [text for text in texts if judge(answer, text) == "correct"] == []

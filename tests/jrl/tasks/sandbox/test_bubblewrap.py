@@ -110,7 +110,7 @@ def test_network_is_given_where_it_is_asked_for():
         port = server.getsockname()[1]
         code = f"import socket; socket.create_connection(('127.0.0.1', {port}), 20); print('in')"
         assert Sandbox(seconds=60, network=True).run(code) == "in\n"
-        # The network is shared with the host, and its Unix sockets without a name are not.
+        # The network is shared with the host, except for abstract Unix sockets.
         hidden = "import socket; socket.socket(socket.AF_UNIX)"
         assert "Address family not supported" in Sandbox(seconds=60, network=True).run(hidden)
 

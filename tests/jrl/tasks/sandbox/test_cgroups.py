@@ -1,4 +1,4 @@
-"""Control groups of the sandbox: where they may be made, what they hold, and that they go."""
+"""Control groups of the sandbox: their parents, limits and removal."""
 
 import os
 import subprocess

@@ -188,7 +188,7 @@ def test_11_sockets_that_no_network_namespace_holds(sandbox):
 
 @pytest.fixture(params=[True, False], ids=["control groups", "no control groups"])
 def grouped(request, monkeypatch):
-    """With control groups where this machine has some, and without."""
+    """With control groups, if this machine has some, and with none."""
     if not request.param:
         monkeypatch.setattr(cgroups, "_parents", lambda: None)
 
@@ -388,7 +388,7 @@ Sandbox(seconds=600).run(os.environ["CODE"])
 @pytest.mark.slow
 @pytest.mark.parametrize("held", [False, True], ids=["alone", "beside a child"])
 def test_26_a_trainer_that_is_killed(mark, held):
-    """Nothing of the code is left after `kill -9`, even where a forked child of the trainer has
+    """Nothing of the code is left after `kill -9`, even if a forked child of the trainer has
     inherited all that it had open."""
     code = spawning(mark) + f"import time; time.sleep({LONG})"
     caller = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Python code in the sandbox and, where that is allowed, without: its output and its end."""
+"""Output and end of Python code, in the sandbox and (if allowed) unconfined."""
 
 import os
 import random
