@@ -365,8 +365,9 @@ def is_retracted(words: Sequence[str]) -> bool:
 
 
 _CORRECTED = re.compile(
-    r"(?:(?:no|wait|oops|hmm|but|and|oh) )*(?:actually|correction|oops|wait|sorry|never mind"
-    r"|no|on second thought|make that|make it|i mean|i meant|or rather|rather"
+    r"(?:(?:no|wait|oops|hmm|but|and|oh) )*(?:actually|correction|on second thought|make that"
+    r"|make it|oops(?! is)|wait(?! for\b| until\b)|sorry(?! for\b)|never mind(?! the| that| how)"
+    r"|no(?! (?:other|further|more|need)\b)|i mean|i meant|or rather|rather"
     r"|i made an? (?:mistake|error))\b"
 )
 

@@ -7,6 +7,7 @@ ignored. The time is linear in the length of the text.
 """
 
 import re
+from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,13 +90,6 @@ def extract(completion: str, *, bare: bool = False) -> Extracted | None:
     return Extracted(answer.strip(BLANKS + UNREADABLE), marked)
 
 
-def _last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    last = None
-    for match in pattern.finditer(text):
-        last = match
-    return last
-
-
 def _last_marked_text(text: str, *, hashes: bool) -> str | None:
     """Text of the last statement in boxes or tags, else of the last ``####`` if `hashes`; None if
     nothing is marked, and empty if the words at the mark take it back."""
@@ -103,10 +97,10 @@ def _last_marked_text(text: str, *, hashes: bool) -> str | None:
     if markers:
         last = markers[-1]
         return "" if _is_withdrawn(text, last.begin, last.end) else _join_statement(text, markers)
-    mark = _last_match(HASHES, text) if hashes else None
-    if mark is None:
+    last_hashes = deque(HASHES.finditer(text), maxlen=1) if hashes else ()
+    if not last_hashes:
         return None
-    line, _, rest = text[mark.end() :].lstrip(" \t").partition("\n")
+    line, _, rest = text[last_hashes[0].end() :].lstrip(" \t").partition("\n")
     # A Markdown heading looks the same; the answer is then the text below it.
     return rest if _HEADING.fullmatch(line) else line
 

@@ -7,6 +7,7 @@ message has a header with its channel: "final" is the answer, and every other ch
 """
 
 import re
+from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Literal, NamedTuple
@@ -48,7 +49,6 @@ _HEADER = re.compile(
 )
 _TURN = re.compile(r"<\|start\|>assistant\s*\Z")
 
-
 _MARK_BEGINS = re.compile(
     "|".join(sorted({re.escape(mark[:2]) for mark in (*PAIRS, *_ENDS, CHANNEL)})), _FLAGS
 )
@@ -66,12 +66,8 @@ def after_reasoning(completion: str) -> str | None:
 def opens_reasoning(text: str) -> str:
     """The mark of open reasoning at the end of a text, with the blanks after it; empty if the text
     ends otherwise."""
-    opened = None
-    for match in _OPENS.finditer(text):
-        opened = match
-    if opened is None or text[opened.end() :].strip(BLANKS):
-        return ""
-    return text[opened.start() :]
+    last = deque(_OPENS.finditer(text), maxlen=1)
+    return text[last[0].start() :] if last and not text[last[0].end() :].strip(BLANKS) else ""
 
 
 def opens_turn(text: str) -> str:

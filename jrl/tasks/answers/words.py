@@ -190,7 +190,7 @@ def _goes_on(after: str) -> bool:
     after = after.lstrip(")]*'\"")
     if _NEXT.match(after) or is_offered_behind(after, near=3):
         return True
-    clause, *later = re.split(r"[.,;:!?\n()]+|\b(?:because|since|as|for)\b", after, maxsplit=2)
+    clause = re.split(r"[.,;:!?\n()]|\b(?:because|since|as|for)\b", after, maxsplit=1)[0]
     if is_judged_wrong(re.findall(r"[\w']+", clause.lower())):
         return True
     if clause.strip():
@@ -198,7 +198,8 @@ def _goes_on(after: str) -> bool:
     words = re.findall(r"[\w']+", after.lower())[:12]
     if is_correction(words):
         return True
-    words = re.findall(r"[\w']+", later[0].lower())[:12] if later else []
+    behind = re.split(r"[.,;:!?\n()]+", after, maxsplit=2)[1:2]
+    words = re.findall(r"[\w']+", behind[0].lower())[:12] if behind else []
     return bool(words) and is_retracted(words)
 
 
@@ -267,11 +268,7 @@ def _states_letter(wanted: str, text: str) -> bool | None:
                 r"\b(?:and|or)\W*$", text[: letter.start()]
             )
     if (option := _OPTION.match(text)) is not None:
-        rest = (
-            text[option.end() - 1 :]
-            if text[option.end() - 1 : option.end()] in (",", "\n")
-            else text[option.end() :]
-        )
+        rest = text[option.end() - option[0].endswith((",", "\n")) :]
         other = _OPTION_MARK.search(rest)
         return option[1].casefold() == wanted and other is None and not _goes_on(rest)
     letters = list(_SINGLE_LETTERS.finditer(text))

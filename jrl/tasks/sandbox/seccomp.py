@@ -113,7 +113,8 @@ def seccomp_filter(*, network: bool, machine: str | None = None) -> bytes | None
     if machine not in ARCHITECTURES or sys.maxsize < 2**32:
         return None
     column, audit = ARCHITECTURES[machine]
-    lines = [(LOAD, 0, 0, ARCHITECTURE), *fail_unless(EQUAL, audit, errno.ENOSYS)]
+    other = (RETURN, 0, 0, ERROR | errno.ENOSYS)
+    lines = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, audit), other]
     lines.append((LOAD, 0, 0, NUMBER))
     if machine == "x86_64":
         lines += fail_when(AT_LEAST, X32, errno.ENOSYS)
@@ -141,11 +142,6 @@ Line = tuple[int, int, int, int]
 def fail_when(test: int, constant: int, error: int) -> list[Line]:
     """Fails with the error if the test holds."""
     return [(test, 0, 1, constant), (RETURN, 0, 0, ERROR | error)]
-
-
-def fail_unless(test: int, constant: int, error: int) -> list[Line]:
-    """Fails with the error unless the test holds."""
-    return [(test, 1, 0, constant), (RETURN, 0, 0, ERROR | error)]
 
 
 def allow_when(value: int) -> list[Line]:

@@ -160,7 +160,7 @@ def test_a_beginning_of_sequence_comes_once(made, kind):
 
 
 @pytest.mark.parametrize(("template", "kind"), full_but(CASES, *QUICK))
-def test_what_answers_a_turn_follows_its_end(made, template, kind):
+def test_answer_follows_end_of_turn(made, template, kind):
     """The prompt, a turn as it was sampled with its end, and the answer are the whole."""
     format = made(template, kind)
     tokenizer, written = format.tokenizer, TALKS["two"]

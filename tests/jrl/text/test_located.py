@@ -74,7 +74,7 @@ def test_a_text_that_goes_on_has_no_blank_of_its_own(pieces):
     assert found.ids[: found.context].tolist() == prompt
 
 
-def test_what_a_template_goes_on_with(tmp_path):
+def test_encode_continues_text_of_template(tmp_path):
     place = write(tmp_path, "prepend", "mistral")
     tokenizer = checkpoint_tokenizer(place, 600)
     asked = Conversation.from_pairs([("user", "How many?")])

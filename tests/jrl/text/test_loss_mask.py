@@ -98,7 +98,7 @@ def test_turns_that_the_next_one_ends(tokenizer):
     assert_learned(found, tokenizer, written)
 
 
-def test_the_end_that_the_template_writes_is_one_whatever_the_config_says(tmp_path):
+def test_encode_chat_ends_turn_with_end_of_template(tmp_path):
     """As a base model is published: the template of the chat model, and another end."""
     folder = write_tokenizer(tmp_path / "base", eos_token=END)
     (folder / "generation_config.json").unlink()
@@ -133,7 +133,7 @@ def test_the_last_turn_alone(tokenizer):
     )
 
 
-def test_marks_of_the_template_say_what_is_learned(tokenizer):
+def test_encode_chat_follows_generation_tags(tokenizer):
     found = encode_chat(format_of(tokenizer, MARKED), chat_of({"messages": TWICE}, "f:1"))
     written = [(ASKED, False), (f"4{TURN}", True), (AGAIN + OPENED, False), (f" yes{TURN}", True)]
     assert_learned(found, tokenizer, written)

@@ -121,7 +121,7 @@ def test_an_environment_is_given_the_calls(made, name):
     assert plain == {"role": "assistant", "content": text}
 
 
-def test_what_cannot_be_read_is_said_in_the_message(made):
+def test_environment_messages_have_error_of_unparsed_call(made):
     format = made(TEMPLATES["hermes"].source)
     (message,) = environment_messages(format, EXAMPLE, ["<tool_call>{</tool_call>"])
     (call,) = message["tool_calls"]

@@ -87,7 +87,7 @@ def test_offers_another_reads_the_words_between_two_candidates():
     assert not offers_another(["apples", "and"]) and not offers_another([])
 
 
-def test_is_taken_back_reads_the_words_behind_an_answer():
+def test_is_withdrawn_reads_words_behind_answer():
     assert is_withdrawn(words_of(". Ignore that.")) and not is_withdrawn(words_of(", I am sure."))
 
 
@@ -107,8 +107,10 @@ The alternative would be too small.|Is this right? Yes.
 It cannot be negative.|It can't be a fraction.|It could never be larger.|It must not be rounded.
 This cannot be simplified further.|It cannot be so large.|It isn't that hard.|It will not change.
 It is wrong to divide first.|It would be a mistake to add them.|It is too large to count by hand.
-It is false that order matters.|It is not true for other values.|This does not work for odd n.
+It is false that order matters.|It is not true for other values.|This does not work for odd numbers.
 It is not a coincidence.|It is not possible to do better.|That would be impossible otherwise.
+No other value satisfies the equation.|Sorry for the long text.|Wait for the next lesson to see why.
+Never mind the rounding.|No further steps are needed.
 """.strip().replace("\n", "|")
 
 
@@ -129,7 +131,7 @@ That is not the expected answer.|This is impossible.|It does not work.|It doesn'
         (r"\frac{\pi}{7}", r"The answer is $\frac{\pi}{7}$."),
     ],
 )
-def test_sentences_behind_an_answer_take_nothing_back(judge, reference, stated):
+def test_judge_accepts_answer_before_ordinary_sentence(judge, reference, stated):
     for sentence in CONTINUATIONS.split("|"):
         for gap in (" ", "\n\n"):
             completion = stated + gap + sentence

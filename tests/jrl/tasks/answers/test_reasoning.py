@@ -140,7 +140,7 @@ def test_a_call_of_harmony_is_no_answer():
     assert after_reasoning(f"{CALL}{NEXT}{FINAL}4") == "4"
 
 
-def test_opens_turn_finds_what_a_prompt_leaves_open():
+def test_opens_turn_finds_open_mark_of_prompt():
     assert opens_turn("<|im_start|>assistant\n<think>\n") == "<think>\n"
     assert opens_turn("<|end|><|start|>assistant") == "<|start|>assistant"
     assert opens_turn("<|im_start|>assistant\n") == ""

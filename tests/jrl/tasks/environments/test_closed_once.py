@@ -123,7 +123,7 @@ def failed(host, number, example, said):
         return True
 
 
-def test_conversations_that_end_by_themselves_or_are_dropped(host, log):
+def test_host_closes_ended_and_dropped_conversations_once(host, log):
     example = log.example()
     assert host.opening_messages(example.record) == [["user", "go on"]]
     assert log.closed_once() == 1
@@ -144,7 +144,7 @@ def test_conversations_that_end_by_themselves_or_are_dropped(host, log):
     assert log.closed_once() == 6
 
 
-def test_what_is_open_at_the_end(host, log):
+def test_host_close_closes_open_environments(host, log):
     for number, fault in enumerate(("", "close", "")):
         host.say(number, log.example(fault), ["a"]).result()
     assert log.closed_once() is None
@@ -161,7 +161,7 @@ def test_what_is_open_at_the_end(host, log):
     assert log.closed_once() == (3 if isinstance(host, LocalHost) else 4)
 
 
-def test_what_cannot_be_closed_is_said(tmp_path, log, capsys):
+def test_host_warns_of_failed_close(tmp_path, log, capsys):
     host = worker_host(tmp_path)
     for number in range(2):
         host.say(number, log.example("close"), ["a"]).result()
@@ -172,7 +172,7 @@ def test_what_cannot_be_closed_is_said(tmp_path, log, capsys):
     assert expected in capsys.readouterr().err and log.closed_once() == 2
 
 
-def test_an_interrupted_step(log):
+def test_local_host_closes_environment_of_interrupted_step(log):
     module = {}
     exec(SOURCE, module)
     host = LocalHost(module["Task"](), Scoring())
@@ -183,7 +183,7 @@ def test_an_interrupted_step(log):
     assert log.closed_once() == 2
 
 
-def test_a_trainer_that_is_killed_leaves_closing_to_the_worker(tmp_path, log):
+def test_worker_closes_environments_of_killed_trainer(tmp_path, log):
     host = worker_host(tmp_path)
     host.say(1, log.example(), ["a"]).result()
     worker = host._workers[0].worker
@@ -193,7 +193,7 @@ def test_a_trainer_that_is_killed_leaves_closing_to_the_worker(tmp_path, log):
     host.close()
 
 
-def test_who_takes_too_long_is_killed_with_what_it_started(tmp_path, log, monkeypatch):
+def test_host_close_kills_hanging_environment_and_its_child(tmp_path, log, monkeypatch):
     monkeypatch.setattr(hosts, "CLOSING_SECONDS", 0.2)
     host = worker_host(tmp_path)
     host.say(1, log.example(), ["hang"])

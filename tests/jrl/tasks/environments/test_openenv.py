@@ -59,7 +59,7 @@ class AsyncClient:
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_an_episode(kind):
+def test_open_environment_episode(kind):
     clients = []
 
     def make(fields):
@@ -84,7 +84,7 @@ def test_an_episode(kind):
     loop.close()
 
 
-def test_a_client_needs_no_close():
+def test_open_environment_close_is_optional():
     reset = Client().reset
     clients = [SimpleNamespace(reset=reset), SimpleNamespace(reset=reset, close=lambda: 1 / 0)]
     loop = asyncio.new_event_loop()

@@ -86,7 +86,7 @@ def test_one_that_is_too_old_is_passed_over(monkeypatch, tmp_path):
 
 @needs_bubblewrap
 @pytest.mark.parametrize(("proc", "seccomp"), [(True, True), (False, True), (True, False)])
-def test_it_works_without_what_a_machine_may_lack(monkeypatch, proc, seccomp):
+def test_bubblewrap_works_without_proc_and_seccomp(monkeypatch, proc, seccomp):
     """A container whose /proc is masked, a kernel without filters: namespaces hold all the same."""
     found = Bubblewrap(bubblewrap().path, proc, seccomp)
     assert failure_of(found) == ""

@@ -65,7 +65,7 @@ def spawning(mark):
     )
 
 
-def test_01_what_it_started_ends_with_it(sandbox, mark):
+def test_01_started_process_ends_with_code(sandbox, mark):
     before = time.monotonic()
     assert sandbox.run(spawning(mark) + "print('done')") == "done\n"
     assert time.monotonic() - before < 8
@@ -317,7 +317,7 @@ def test_21_characters_into_a_terminal(sandbox):
     assert sandbox.run(tries(code)) == "ENXIO\nEPERM\n"
 
 
-def test_22_what_the_trainer_has_open_or_in_its_environment(sandbox, tmp_path, monkeypatch):
+def test_22_files_and_environment_of_the_trainer(sandbox, tmp_path, monkeypatch):
     monkeypatch.setenv("JRL_TEST_KEY", "secret")
     with open(tmp_path / "file", "w") as file:
         os.set_inheritable(file.fileno(), True)
