@@ -1,4 +1,4 @@
-"""Each built-in task: gold scores full marks, garbage none, and held-out prompts stay held out."""
+"""Built-in tasks: references score full marks, garbage none, and held-out prompts stay out."""
 
 import functools
 import os
@@ -204,7 +204,7 @@ def test_scratchpad_steps_are_true_and_vary_in_length():
 
 
 def check_steps(example):
-    """The example, whose steps are true."""
+    """Checks the steps of an example, and returns it."""
     left, right = map(int, example.prompt.removesuffix("=").split("+"))
     steps, _, result = example.answer.partition("#")
     assert int(result) == left + right
@@ -267,6 +267,6 @@ def test_reasoning_models_may_do_built_in_tasks(name):
 
 @pytest.mark.parametrize("name", list(BUILT_IN))
 def test_no_character_of_a_built_in_task_makes_a_mark(name):
-    """Policies of characters are scored to the letter, as ever."""
+    """Completions of character models are compared literally."""
     characters = BUILT_IN[name](0).characters
     assert not set(characters) & set("<\\ \n\t")

@@ -1,4 +1,4 @@
-"""The check of verifiers: what it tries, and what it says."""
+"""Check of verifiers: its attacks and its report."""
 
 import json
 

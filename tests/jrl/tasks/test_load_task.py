@@ -1,4 +1,4 @@
-"""Tasks by name, and the parser that stands in for sympy's."""
+"""Tasks by name, and the replacement of sympy's parser."""
 
 import pytest
 import sympy

@@ -1,4 +1,4 @@
-"""Several tasks in one: whose turn it is, who judges, and what is held out."""
+"""Mixtures of tasks: order, verdicts and held-out prompts."""
 
 from collections import Counter
 

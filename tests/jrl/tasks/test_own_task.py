@@ -1,4 +1,4 @@
-"""A task of a user's own: found, asked in worker processes, its failures counted by their kinds."""
+"""Custom tasks: loading, rewards in worker processes, and failures by kind."""
 
 import sys
 
@@ -303,7 +303,7 @@ async def reward(prompt, completion):
 
 @pytest.mark.slow
 def test_async_rewards_run_concurrently(tmp_path):
-    """Four go on when all four are there, each with its own time and its own end."""
+    """Four calls wait for each other; each has its own time limit and result."""
     path = tmp_path / "together.py"
     path.write_text(TOGETHER)
     reward = CustomReward(parse_reference(f"{path}:reward"), makes=False, seconds=0.7, workers=1)
@@ -329,8 +329,8 @@ def others(prompt, completion, **record):
 
 
 def test_reward_gets_special_tokens_by_parameter(file):
-    """Those of completions that are one text without them are told apart; who does not name the
-    argument is not given it."""
+    """Completions of equal text may differ in special tokens. A reward gets them if it names the
+    parameter."""
     file.write_text(SPECIAL)
     rewards = RewardSettings(("sums.py:named", "sums.py:others"), ("others=100",))
     task = load_task("sort", 0, rewards=rewards, workers=1)

@@ -1,4 +1,4 @@
-"""Prompts from files of several kinds, and which of them are held out."""
+"""Prompts from files of several kinds, and their held-out share."""
 
 import json
 

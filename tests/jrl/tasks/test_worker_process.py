@@ -1,4 +1,4 @@
-"""A worker that hangs, dies or does not start costs one answer, and leaves no process behind."""
+"""Worker that hangs, dies or does not start: it costs one answer and leaves no process."""
 
 import os
 import queue
@@ -163,7 +163,7 @@ def test_worker_ends_with_killed_parent(tmp_path):
 
 def test_next_line_excludes_frozen_time():
     class Lines:
-        """Each wait lasts as long as it says, and the answer comes with the last."""
+        """Waits of the given lengths; the last one brings the answer."""
 
         def __init__(self, *lasting):
             self.lasting, self.now, self.waits = list(lasting), 0.0, []

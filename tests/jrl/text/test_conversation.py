@@ -1,4 +1,4 @@
-"""Turns as tokens: what stands between two turns of the policy, with a template and without."""
+"""Tokens between two turns of the policy, with a template and with none."""
 
 from dataclasses import replace
 

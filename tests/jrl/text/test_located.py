@@ -1,4 +1,4 @@
-"""Where tokens stand in a text, by tokenizers that add blanks, cut it or spell it by bytes."""
+"""Spans of tokens in a text, by tokenizers that add blanks, cut it or spell it by bytes."""
 
 import io
 import json
@@ -21,7 +21,7 @@ TEXT = "How many pens has she? The answer is 7. How many are there? She has 18 p
 
 @pytest.fixture(scope="module")
 def pieces():
-    """A model as Llama's: a blank before each text, a piece for each byte."""
+    """A model like Llama's: a blank before each text, a piece for each byte."""
     output = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([TEXT] * 20),

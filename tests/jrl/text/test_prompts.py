@@ -1,4 +1,4 @@
-"""Texts as arrays: padding, ends, and special tokens in a completion."""
+"""Prompts as arrays: padding, ends, and special tokens in a completion."""
 
 import numpy as np
 import pytest
@@ -60,7 +60,7 @@ def test_special_tokens_inside_a_completion_show():
 
 
 def test_marks_of_reasoning_are_written_out(tmp_path):
-    """If they are special tokens, a verifier has to know where reasoning ends all the same."""
+    """A verifier needs the end of reasoning, even if the mark is a special token."""
     folder = write_tokenizer(tmp_path / "qwen")
     made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     made.add_special_tokens(["[THINK]", "[/THINK]"])

@@ -1,5 +1,5 @@
-"""Tools in a conversation: the format of a template, what an environment is given of a turn, and
-the tokens of an answer."""
+"""Tools in a conversation: format of a template, messages for an environment, tokens of an
+answer."""
 
 import json
 from dataclasses import replace
@@ -49,7 +49,7 @@ def made(tmp_path_factory):
 
 
 def called(format, calls=SAID):
-    """A turn that calls, as the policy writes it up to its stop token."""
+    """A turn with calls, as the policy writes it up to its stop token."""
     text = format.tool_format.render(calls)
     return next((text.removesuffix(stop) for stop in STOPS if text.endswith(stop)), text)
 

@@ -1,4 +1,4 @@
-"""The page on answers: its examples are run, and what it says of the check is what that says."""
+"""Page on answers: its examples, the output of the check, and the number of cases."""
 
 import re
 import shlex

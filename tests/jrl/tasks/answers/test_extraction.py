@@ -1,4 +1,4 @@
-"""Which part of a completion is the answer."""
+"""Extraction of the answer from a completion."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Parts of a turn: the same however its text is divided, and nothing of it is lost."""
+"""Parts of a turn: equal however its text is divided, and complete."""
 
 import random
 
@@ -13,7 +13,7 @@ CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}"
 
 
 def read(text, sizes=(1,), **options):
-    """Reasoning, answer and held text, of a text in parts of these sizes."""
+    """Reads a text in parts of these sizes: its reasoning, answer and held text."""
     reader, parts, begin = TurnReader(**options), [], 0
     while begin < len(text):
         size = sizes[begin % len(sizes)]

@@ -1,4 +1,4 @@
-"""Verdicts: the table, and that math-verify never reads more."""
+"""Verdicts: agreement with the table of cases, and with math-verify."""
 
 import logging
 import subprocess
@@ -23,7 +23,7 @@ from jrl.tasks.check import VERDICTS, load_cases
 
 @pytest.fixture(scope="module")
 def symbolic():
-    """As a worker has it, but for the parser: what is read here is our own."""
+    """The module as in a worker, but with sympy's parser: the test's own texts are harmless."""
     return import_module("jrl.tasks.answers.symbolic")
 
 
@@ -66,7 +66,7 @@ def test_reasons_of_table_name_its_cases():
 
 
 def test_judge_accepts_unevaluated_by_rule_of_values(symbolic):
-    """What is still to be worked out is right then, and all else as it was."""
+    """Unevaluated answers are correct, and all other verdicts are unchanged."""
     judge = Judge(symbolic, EVALUATED)
     for case in load_cases():
         if case.completion.strip():
@@ -115,7 +115,7 @@ def by_math_verify(gold, completion):
 
 @pytest.fixture(scope="module")
 def quiet():
-    """Nothing is logged: the library warns of each text that it cannot read."""
+    """Disables logging: math-verify warns of each text that it cannot read."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
@@ -199,7 +199,7 @@ def test_read_statement_keeps_digits():
 
 
 def test_verdict_imports_no_sympy():
-    """The trainer reads numbers too, and has no extra."""
+    """The trainer reads numbers too, with no extra installed."""
     folder = Path(__file__).parents[4] / "jrl" / "tasks"
     command = (
         f"import sys; sys.path.insert(0, {str(folder)!r}); import answers.verdict; "

@@ -1,4 +1,4 @@
-"""Each environment that began is closed, once: however its conversation ends."""
+"""Each environment that began is closed once, however its conversation ends."""
 
 import time
 from collections import Counter
@@ -64,7 +64,7 @@ class Task:
 
 
 class Log:
-    """What environments wrote down."""
+    """Log of events that environments write."""
 
     def __init__(self, path):
         self.path = path
@@ -77,14 +77,14 @@ class Log:
         return [line.split()[1] for line in lines if line.split()[0] == event]
 
     def await_(self, event, number=1):
-        """Waits until something has happened so many times."""
+        """Waits until an event has happened this many times."""
         end = time.monotonic() + 30
         while len(self.named(event)) < number:
             assert time.monotonic() < end, f"{event} did not happen"
             time.sleep(0.01)
 
     def closed_once(self):
-        """How many began, all of which were closed once; None else."""
+        """The number of environments that began, if each was closed once; else None."""
         begun, closed = Counter(self.named("begun")), Counter(self.named("closed"))
         return len(begun) if begun == closed and set(closed.values()) <= {1} else None
 
@@ -116,7 +116,7 @@ def worker_host(tmp_path, seconds=30.0):
 
 
 def failed(host, number, example, said):
-    """Whether a turn failed: in this process it raises."""
+    """Whether a turn failed; in this process it raises."""
     try:
         return host.say(number, example, said).result().failure is not None
     except RuntimeError:
@@ -208,7 +208,7 @@ def test_host_close_kills_hanging_environment_and_its_child(tmp_path, log, monke
 
 
 def _runs(pid):
-    """Whether a process is more than a line in a table that nobody has read."""
+    """Whether a process runs; one that has ended may wait to be reaped."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"

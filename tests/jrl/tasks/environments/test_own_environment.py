@@ -1,4 +1,4 @@
-"""Environments of a user's own: in worker processes, each call with a limit of time."""
+"""Custom environments in worker processes, with a time limit per call."""
 
 import pytest
 

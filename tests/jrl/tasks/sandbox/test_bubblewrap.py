@@ -1,4 +1,4 @@
-"""Bubblewrap that is there or not, old or new, allowed to work or not."""
+"""Bubblewrap on machines that lack it, have an old one, or forbid it."""
 
 import os
 import subprocess
@@ -87,7 +87,7 @@ def test_one_that_is_too_old_is_passed_over(monkeypatch, tmp_path):
 @needs_bubblewrap
 @pytest.mark.parametrize(("proc", "seccomp"), [(True, True), (False, True), (True, False)])
 def test_bubblewrap_works_without_proc_and_seccomp(monkeypatch, proc, seccomp):
-    """A container whose /proc is masked, a kernel without filters: namespaces hold all the same."""
+    """A container with a masked /proc, a kernel without filters: namespaces still confine."""
     found = Bubblewrap(bubblewrap().path, proc, seccomp)
     assert failure_of(found) == ""
     monkeypatch.setattr("jrl.tasks.sandbox.sandbox.bubblewrap", lambda: found)

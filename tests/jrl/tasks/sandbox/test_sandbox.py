@@ -85,7 +85,7 @@ def test_code_has_the_trainers_packages_and_may_start_processes():
 
 @needs_bubblewrap
 def test_the_same_code_prints_the_same():
-    """Sets of texts have an order that depends on the seed of their hashes."""
+    """The order of a set of texts depends on the seed of hashes."""
     made = Sandbox(seconds=20)
     code = "print({chr(97 + i) for i in range(20)}, __import__('os').getpid())"
     assert made.run(code) == made.run(code)
@@ -191,7 +191,7 @@ def test_without_bubblewrap_a_task_that_runs_code_is_refused(tmp_path, monkeypat
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_installed")
 def test_unsafe_tools_run_code_without_it(tmp_path, monkeypatch):
-    """Also in the worker processes, which inherit what was said."""
+    """Worker processes inherit the permission."""
     monkeypatch.setenv(UNSAFE, "0")
     (tmp_path / "sums.py").write_text(TASK)
     monkeypatch.setenv("PATH", str(tmp_path))  # for the workers

@@ -18,7 +18,7 @@ blanks = st.sampled_from(["", " ", "  "])
 
 
 def written(tree, blank: str) -> str:
-    """The tree with a parenthesis around each part, so that no rule of precedence is needed."""
+    """The tree with a parenthesis around each part, so that precedence does not matter."""
     if isinstance(tree, int):
         return str(tree)
     parts = [part if isinstance(part, str) else written(part, blank) for part in tree]

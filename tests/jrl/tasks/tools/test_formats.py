@@ -1,4 +1,4 @@
-"""Calls in every format: what a careful person would read in a text, and nothing else."""
+"""Calls in every format: a table of texts with the calls that a careful reader finds."""
 
 import json
 import time
@@ -474,7 +474,7 @@ def test_calls_ignores_reasoning(format):
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
 def test_calls_of_truncated_text_are_error_or_whole(format):
-    """Wherever a turn is cut, what is read is the call or none that can be made."""
+    """A text cut at any character has the whole call, an error, or no call."""
     for calls in ASKED[:4]:
         text, wanted = format.render(calls), read(calls)
         for end in range(len(text)):
@@ -533,8 +533,8 @@ BEFORE = (
 @pytest.mark.slow
 @pytest.mark.parametrize("format", (*FORMATS, PLAIN), ids=lambda format: format.name)
 def test_calls_of_repeated_marks_take_linear_time(format):
-    """Of 200,000 characters: linear readers take a second or two for all, and a quadratic one
-    takes minutes for one text."""
+    """On 200,000 characters linear readers take a second or two for all texts, a quadratic one
+    minutes for one."""
     begun = time.process_time()
     for repeated in REPEATED:
         for before in BEFORE:

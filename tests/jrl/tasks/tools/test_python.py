@@ -1,4 +1,4 @@
-"""The tool that runs a program of the policy."""
+"""Tool that runs a program of the policy."""
 
 import pytest
 from confinement import needs_bubblewrap

@@ -1,4 +1,4 @@
-"""Tools made of typed functions, what their arguments may be, and what calls them."""
+"""Tools of typed functions, checks of their arguments, and the environment that calls them."""
 
 import asyncio
 import functools
@@ -164,7 +164,7 @@ GIVEN = {"city": "Lima", "nights": 2}
 
 
 def typed(annotation, value):
-    """What a function is given for a value."""
+    """Value and type that a function gets for an argument."""
     found = Tool.of(_typed(annotation)).call({"x": value})
     return found, type(found)
 
@@ -278,7 +278,7 @@ def said(text, **more):
 
 
 def answers(environment, *texts):
-    """What tools answer to each turn."""
+    """Contents of the tools' answers to each turn."""
     return [[m["content"] for m in environment.step(said(text))[0]] for text in texts]
 
 
@@ -403,7 +403,7 @@ def test_tool_environment_awaits_async_tools():
 
 
 def step(environment, message):
-    """Of tools none of which is ``async``."""
+    """The result of a step, which no async tool delays."""
     found = environment.step(message)
     assert isinstance(found, tuple)
     return found
@@ -475,7 +475,7 @@ def test_tool_environment_scores_extracted_answer(text, given):
 
 
 def test_tool_environment_replaces_lone_surrogates():
-    """JSON may escape one, and whatever repeats it would end the run."""
+    """JSON may escape half a character, and tokenizers reject it."""
 
     def echo(text: str, number: int = 0) -> str:
         return text

@@ -1,4 +1,4 @@
-"""The page on tools: its examples are run, and the formats that it lists are read."""
+"""Page on tools: its examples, and its list of formats."""
 
 import re
 

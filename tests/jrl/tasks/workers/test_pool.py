@@ -1,4 +1,4 @@
-"""Workers that share questions: in order, each with its own time, and none left behind."""
+"""Pool of workers: answers in order, a time limit each, and no process left."""
 
 import os
 import sys
@@ -37,7 +37,7 @@ COMMAND = [sys.executable, "-S", "-c", PROGRAM]
 
 @pytest.fixture
 def make():
-    """Makes pools, and ends them."""
+    """Makes pools, and closes them."""
     made = []
 
     def pool(size, seconds=20.0, **options):
@@ -68,7 +68,7 @@ def test_pool_answers_in_order_of_questions(make):
 
 @pytest.mark.slow
 def test_pool_replaces_worker_that_hangs(make):
-    """Each answer has its own time; what hangs is killed, and its worker goes on."""
+    """Each answer has its own time limit; the worker that hangs is killed and replaced."""
     pool = make(2, seconds=1.0)
     pids = {answer["pid"] for answer in pool.ask_all([{"sleep": 0.2}] * 2 * QUESTIONS_PER_WORKER)}
     assert len(pids) == 2
