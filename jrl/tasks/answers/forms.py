@@ -28,7 +28,7 @@ _RECIPROCALS = {"sec": "cos", "csc": "sin"}
 
 @dataclass
 class Form:
-    """Numbers of what a form is told by.
+    """Counts that tell forms apart.
 
     Attributes:
       factors: of products with a bracket that holds variables.

@@ -208,7 +208,7 @@ class Kimi(MarkedFormat):
     def _read(self, text: str, opened: re.Match[str], tools: ToolParameters) -> ParsedCalls:
         head = self._head.match(text, opened.end())
         if head is None:
-            return _skip_to_close(text, opened.end(), self._close, "no name of a tool stands in it")
+            return _skip_to_close(text, opened.end(), self._close, "it lacks the name of a tool")
         return _read_json_call(text, head.end(), self._close, head[2], head[1])
 
     def render(self, calls: Sequence[Call]) -> str:
@@ -245,7 +245,7 @@ class DeepSeek(MarkedFormat):
     def _read(self, text: str, opened: re.Match[str], tools: ToolParameters) -> ParsedCalls:
         head = self._head.match(text, opened.end())
         if head is None:
-            return _skip_to_close(text, opened.end(), self._close, "no name of a tool stands in it")
+            return _skip_to_close(text, opened.end(), self._close, "it lacks the name of a tool")
         if block := self._block.match(text, head.end()):
             return _read_json_call(text, block.end(), self._close, block[1])
         return _read_json_call(text, head.end(), self._close, head[1])
@@ -350,7 +350,7 @@ class Glm(MarkedFormat):
 
     def _read(self, text: str, opened: re.Match[str], tools: ToolParameters) -> ParsedCalls:
         if (name := self._name.match(text, opened.end())) is None:
-            return skip_unreadable(text, opened, CLOSE, "no name of a tool stands in it")
+            return skip_unreadable(text, opened, CLOSE, "it lacks the name of a tool")
         pairs, position = _read_pairs(self._pair_head, self._pair_end, text, name.end())
         arguments = _parse_arguments(pairs, name[1], tools)
         position = skip_blanks(text, position)
@@ -391,13 +391,13 @@ class QwenCoder(MarkedFormat):
     def _read(self, text: str, opened: re.Match[str], tools: ToolParameters) -> ParsedCalls:
         name = self._name.match(text, opened.end()) if opened[0] != OPEN else None
         if name is None:
-            return skip_unreadable(text, opened, CLOSE, "no function=NAME stands in it")
+            return skip_unreadable(text, opened, CLOSE, "it lacks function=NAME")
         pairs, position = _read_pairs(self._pair_head, self._pair_end, text, name.end())
         pairs = [(key, re.sub(r"\r?\n\Z", "", value)) for key, value in pairs]
         arguments = _parse_arguments(pairs, name[1], tools)
         if closed := self._close.match(text, position):
             return [Call(name[1], arguments)], closed.end()
-        return skip_unreadable(text, opened, CLOSE, "it is not made of parameters", position)
+        return skip_unreadable(text, opened, CLOSE, "it has something else than parameters", position)
 
     def render(self, calls: Sequence[Call]) -> str:
         return "\n".join(
