@@ -367,7 +367,8 @@ def is_retracted(words: Sequence[str]) -> bool:
 _CORRECTED = re.compile(
     r"(?:(?:no|wait|oops|hmm|but|and|oh) )*(?:actually|correction|on second thought|make that"
     r"|make it|oops(?! is)|wait(?! for\b| until\b)|sorry(?! for\b)|never mind(?! the| that| how)"
-    r"|no(?! (?:other|further|more|need)\b)|i mean|i meant|or rather|rather"
+    r"|no(?! (?:other|further|more|need|mistakes?|errors?|surprise|wonder)\b)|i mean|i meant"
+    r"|or rather|rather"
     r"|i made an? (?:mistake|error))\b"
 )
 
@@ -427,8 +428,9 @@ _LEAD = re.compile(
     r"|perhaps|possibly|both|two|answers|is it|could it be)(?=\s|$)"
 )
 _RETRACTION = re.compile(
-    r"(?:^|\s)(?:made (?:a |an |some )?(?:mistake|error)|do(?:n't| not) think so|perhaps not"
-    r"|(?<!not )(?<!n't )(?<!never )(?:scratch|strike|ignore|forget|disregard) (?:that|this)"
+    r"(?:^|\s)(?:do(?:n't| not) think so|perhaps not|(?<!not )(?<!n't )(?<!never )"
+    r"(?:made (?:an? |some )?(?:mistake|error)"
+    r"|(?:scratch|strike|ignore|forget|disregard) (?:that|this))"
     r"|never mind(?! the| that| how)|i was wrong|sike|take (?:that|this|it) back|(?:just )?kidding"
     r"|oops(?! is)|my bad|(?:that|this|it|which) contradicts|actually no|wait no|no wrong|falsely"
     r"|(?:that|this|it) (?:can't|cannot|can not|couldn't) be"

@@ -397,7 +397,7 @@ class QwenCoder(MarkedFormat):
         arguments = _parse_arguments(pairs, name[1], tools)
         if closed := self._close.match(text, position):
             return [Call(name[1], arguments)], closed.end()
-        return skip_unreadable(text, opened, CLOSE, "it has something else than parameters", position)
+        return skip_unreadable(text, opened, CLOSE, "it has more than parameters", position)
 
     def render(self, calls: Sequence[Call]) -> str:
         return "\n".join(

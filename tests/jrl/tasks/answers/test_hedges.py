@@ -110,7 +110,7 @@ It is wrong to divide first.|It would be a mistake to add them.|It is too large 
 It is false that order matters.|It is not true for other values.|This does not work for odd numbers.
 It is not a coincidence.|It is not possible to do better.|That would be impossible otherwise.
 No other value satisfies the equation.|Sorry for the long text.|Wait for the next lesson to see why.
-Never mind the rounding.|No further steps are needed.
+Never mind the rounding.|No further steps are needed.|I have not made a mistake.
 """.strip().replace("\n", "|")
 
 
