@@ -107,8 +107,7 @@ class WrittenFields:
     def _is_written(
         self, messages: tuple[Turn, ...], conversation: Conversation, *key: Any
     ) -> bool:
-        """True if the template writes the probes in these messages, or rejects them, which shows
-        nothing."""
+        """True if the template writes the probes in these messages; a rejection shows nothing."""
         key = (*key, json.dumps(conversation.arguments, default=str), conversation.tools is None)
         if key not in self._written:
             probe = replace(conversation, turns=messages)

@@ -138,8 +138,7 @@ class _Reader:
         return expression if is_single else replace(expression, final=False, kind="")
 
     def _take_signs(self) -> tuple[bool, bool]:
-        """Reads the next signs: true if they make a number negative, and true if there is at most
-        one."""
+        """Reads the next signs: whether they make a number negative, whether one is the most."""
         negative, count = False, 0
         while sign := self._accept("+", "-"):
             negative, count = negative ^ (sign == "-"), count + 1

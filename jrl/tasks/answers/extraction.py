@@ -106,8 +106,7 @@ def _last_marked_text(text: str, *, hashes: bool) -> str | None:
 
 
 def _is_withdrawn(text: str, begin: int, end: int) -> bool:
-    """True if the words at a mark deny its answer, call it wrong, or offer another mark: "is
-    wrong", "or the former"."""
+    """True if the words at a mark deny its answer or offer another: "is wrong", "or the former"."""
     before, behind = text[max(0, begin - MAX_BESIDE) : begin], text[end : end + MAX_BESIDE]
     if _DENIED.search(before) or _OR_ANOTHER.match(behind):
         return True

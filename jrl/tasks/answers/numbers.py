@@ -259,8 +259,7 @@ def _is_opaque(tokens: Sequence[Token], begin: int, end: int, labelled: bool) ->
 
 
 def _has_unknown_mark(tokens: Sequence[Token], begin: int, end: int, exclaims: bool) -> bool:
-    """True if a mark or letters that are not known stand on the number, as in 42‰, |-42|, ∛42 and
-    non-42."""
+    """True if an unknown mark or letters adjoin the number, as in 42‰, |-42|, ∛42 and non-42."""
     first, last = tokens[begin], tokens[end - 1]
     if last.text in ("^", "*", "/", "-", DASH, "_") or first.text in ("!", "_"):
         return True
@@ -323,8 +322,7 @@ def _is_bracketed(tokens: Sequence[Token]) -> bool:
 
 
 def _read_chain(tokens: Sequence[Token], *, check: bool) -> Statement:
-    """Statement of a chain of equations; with `check` the other sides must have the value of the
-    last."""
+    """Statement of a chain of equations; `check` compares the other sides with the last."""
     segments: list[list[Token]] = [[]]
     for token in tokens:
         if token.text == "=":

@@ -183,8 +183,7 @@ def _has_unknown_sign(text: str) -> bool:
 
 
 def _is_retracted(text: str, *, marked: bool) -> bool:
-    """True if the words around the formula of a text deny it or bound it, or if a mark in it is not
-    known."""
+    """True if the words around the formula of a text deny or bound it, or a mark is unknown."""
     plain = plain_notation(text[-MAX_CONTEXT:], marked=marked)
     if _has_unknown_sign(plain):
         return True

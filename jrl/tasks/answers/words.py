@@ -160,8 +160,7 @@ def _is_hedged(wanted: str, text: str) -> bool:
 
 
 def _claims(text: str, anchor: re.Pattern[str]) -> Iterator[tuple[str, str]]:
-    """Text before each anchor in its clause, and all text behind it, from the last anchor to the
-    first."""
+    """Text before each anchor in its clause, and all text behind it; the last anchor first."""
     for match in reversed(list(anchor.finditer(text))):
         clause = re.split(r"[.!?,;\n]", text[: match.start()])[-1]
         before = "" if match[0].startswith("?") else f"{clause} {match[0]}"
