@@ -6,10 +6,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 
 import pytest
+from confinement import runs, wait_until
 from tiers import full_but
 
 from jrl.tasks.workers.process import Worker, WorkerEnded, next_line
@@ -40,14 +40,6 @@ def worker():
     made = Worker(COMMAND, seconds=1.0)
     yield made
     made.close()
-
-
-def runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def in_a_thread(function):
@@ -155,10 +147,7 @@ def test_worker_ends_with_killed_parent(tmp_path):
     with output.open("w") as file:
         subprocess.run([sys.executable, "-c", parent], stdout=file, check=False)
     pid = int(output.read_text())
-    deadline = time.monotonic() + 20
-    while runs(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not runs(pid)
+    wait_until(lambda: not runs(pid), "the worker outlives its parent")
 
 
 def test_next_line_excludes_frozen_time():

@@ -1,9 +1,9 @@
 """Each environment that began is closed once, however its conversation ends."""
 
-import time
 from collections import Counter
 
 import pytest
+from confinement import wait_until
 
 from jrl.tasks import load_task
 from jrl.tasks.environments import host as hosts
@@ -78,10 +78,7 @@ class Log:
 
     def await_(self, event, number=1):
         """Waits until an event has happened this many times."""
-        end = time.monotonic() + 30
-        while len(self.named(event)) < number:
-            assert time.monotonic() < end, f"{event} did not happen"
-            time.sleep(0.01)
+        wait_until(lambda: len(self.named(event)) >= number, f"{event} did not happen")
 
     def closed_once(self):
         """The number of environments that began, if each was closed once; else None."""
@@ -201,10 +198,7 @@ def test_host_close_kills_hanging_environment_and_its_child(tmp_path, log, monke
     (child,) = map(int, log.named("child"))
     assert _runs(child)
     host.close()
-    end = time.monotonic() + 30
-    while _runs(child):
-        assert time.monotonic() < end, "what the environment started goes on"
-        time.sleep(0.01)
+    wait_until(lambda: not _runs(child), "what the environment started goes on")
 
 
 def _runs(pid):

@@ -15,6 +15,7 @@ from jrl.tasks.load import load_task
 from jrl.tasks.sandbox import bubblewrap, sandbox
 from jrl.tasks.sandbox.bubblewrap import NoSandbox
 from jrl.tasks.sandbox.sandbox import UNSAFE, Sandbox, allow_unsafe
+from jrl.tasks.tools.python import python_tool
 
 TRACE = """Traceback (most recent call last):
   File "code.py", line 2, in <module>
@@ -239,3 +240,16 @@ def test_a_dry_run_is_refused_in_one_line(tmp_path):
     )
     assert done.returncode != 0 and "--unsafe-tools" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+@needs_bubblewrap
+def test_python_tool_description():
+    parameters = python_tool(Sandbox(seconds=2, network=True)).parameters
+    about = parameters["properties"]["code"]["description"]
+    assert about == "A program; it has 2 seconds and a network."
+
+
+@needs_bubblewrap
+def test_python_tool_refuses_limits_that_are_too_low():
+    with pytest.raises(ValueError, match="leaves no code to run"):
+        python_tool(Sandbox(memory_mb=1))

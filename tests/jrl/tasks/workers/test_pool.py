@@ -1,11 +1,11 @@
 """Pool of workers: answers in order, a time limit each, and no process left."""
 
-import os
 import sys
 import threading
 import time
 
 import pytest
+from confinement import runs
 
 from jrl.tasks.workers.pool import MAX_DEFAULT_WORKERS, QUESTIONS_PER_WORKER, Pool, default_workers
 from jrl.tasks.workers.process import Worker, WorkerEnded
@@ -47,14 +47,6 @@ def make():
     yield pool
     for one in made:
         one.close()
-
-
-def runs(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_pool_answers_in_order_of_questions(make):
