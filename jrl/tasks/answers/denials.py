@@ -116,8 +116,9 @@ _MAY_FAIL = "|".join(
 # "cannot be negative", "is not a coincidence".
 _JUDGES_ELSE = re.compile(
     rf"(?:^| )(?:(?:{_RIGHT_OR_WRONG}|work|hold|fit|too \w+){_ELSEWHERE}"
-    r"|(?:not|\w*n't|be) (?:so|that) (?!because|since|as|i|we)\w|(?:no|not|never|cannot|\w*n't) "
-    r"(?:(?:be|been|the|my|our|an?|even|quite|really|at|all|\w+ly) )*+"
+    r"|(?:so|that) (?:hard|easy|simple|bad|large|small|much|many|high|low|few|long)\b"
+    r"|(?:no|not|never|cannot|\w*n't) "
+    r"(?:(?:be|been|seem|look|to|the|my|our|an?|even|quite|really|at|all|\w+ly) )*+"
     rf"(?!(?:\w+ )?(?:answers?|solution)\b|(?:{_MAY_FAIL})(?![-\w]))\w)"
 )
 _AFTERTHOUGHT = _words(
@@ -347,12 +348,14 @@ def is_verdict(word: str) -> bool:
 def is_retracted(words: Sequence[str]) -> bool:
     """True if the words that follow an answer behind a stop or a comma take it back: "No.",
     "that is wrong", "which is not it"."""
-    rest = " ".join(words).replace("they are", "they is").replace("'s", " 's").split()
+    sentence = " ".join(words).replace("they are", "they is").replace("has to be", "must be")
+    rest = sentence.replace("'s", " 's").split()
     words = tuple(rest)
     if is_withdrawn(words):
         return True
-    if rest[:1] in (["no"], ["nope"], ["not"], ["wrong"], ["incorrect"], ["false"], ["never"]):
-        return len(rest) == 1 or rest[1] in _words("really wait sorry at answer no that")
+    is_denial = bool(rest) and rest[0] in _words("no nope not wrong incorrect false never")
+    if is_denial and (len(rest) == 1 or rest[1] in _words("really wait sorry at answer no that")):
+        return True
     if rest[:2] in (["or", "not"], ["or", "maybe"], ["maybe", "not"]):
         return True
     while rest and rest[0] in _AFTERTHOUGHT:
@@ -434,7 +437,7 @@ _RETRACTION = re.compile(
     r"|never mind(?! the| that| how)|i was wrong|sike|take (?:that|this|it) back|(?:just )?kidding"
     r"|oops(?! is)|my bad|(?:that|this|it|which) contradicts|actually no|wait no|no wrong|falsely"
     r"|(?:that|this|it) (?:can't|cannot|can not|couldn't) be"
-    r"(?= (?:right|correct|true|so(?! \w)|it)\b|$)"
+    rf"(?:$| (?:right|correct|true|so(?! \w)|it)\b(?!{_ELSEWHERE}))"
     rf"|(?:that|this|it) (?:is|was) (?:wrong|incorrect)(?!{_ELSEWHERE})|\[ wrong)(?=\s|$)"
     r"|^but no$|^\?\?+|^no longer\b"
 )

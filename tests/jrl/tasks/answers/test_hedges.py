@@ -9,7 +9,13 @@ from importlib import import_module
 
 import pytest
 
-from jrl.tasks.answers.denials import is_list, is_withdrawn, offers_another, words_of
+from jrl.tasks.answers.denials import (
+    is_list,
+    is_retracted,
+    is_withdrawn,
+    offers_another,
+    words_of,
+)
 from jrl.tasks.answers.verdict import Judge
 
 CANDIDATES = {
@@ -143,3 +149,33 @@ def test_judge_rejects_answer_before_sentence_that_calls_it_wrong(judge, kind):
     answer = CANDIDATES[kind][0]
     texts = [f"The answer is {answer}. {sentence}" for sentence in JUDGEMENTS.split("|")]
     assert [text for text in texts if judge(answer, text) == "correct"] == []
+
+
+SUBJECTS = ("It", "That", "But this", "Wait that", "The answer")
+STATING = ("is", "was", "seems", "must be", "has to be", "would be")
+DENYING = ("is not", "isn't", "cannot be", "can't be", "does not seem", "will not be")
+WRONG = "wrong|a mistake|impossible|the wrong answer|an incorrect result|too large|excluded"
+RIGHT = "right|true|possible|so|it|the answer|my final answer|the correct value|the solution"
+ENDS = ("", " because x is odd", " for this problem", " here")
+ELSE = ("to divide first", "that order matters", "for other values", "otherwise", "in general")
+OTHER = "negative|simplified further|a fraction|a coincidence|so large|that hard|quickly seen"
+
+
+def test_is_retracted_reads_judgements_on_the_answer():
+    for stem, adverb, end in itertools.product(("No it", *SUBJECTS), ("", "clearly "), ENDS):
+        for verb, judgement in [
+            *itertools.product(STATING, WRONG.split("|")),
+            *itertools.product(DENYING, RIGHT.split("|")),
+        ]:
+            sentence = f"{stem} {verb} {adverb}{judgement}{end}"
+            assert is_retracted(words_of(sentence)), sentence
+
+
+def test_is_retracted_passes_over_judgements_on_something_else():
+    for stem, adverb, end in itertools.product(SUBJECTS, ("", "clearly "), ELSE):
+        for verb, judgement in [
+            *itertools.product(STATING, ("wrong", "a mistake", "impossible")),
+            *itertools.product(DENYING, ("right", "possible", *OTHER.split("|"))),
+        ]:
+            sentence = f"{stem} {verb} {adverb}{judgement} {end}"
+            assert not is_retracted(words_of(sentence)), sentence
