@@ -310,7 +310,7 @@ def is_judged_wrong(after: Sequence[str], *, is_bare: bool = True) -> bool:
 
     Args:
       after: the words of its clause after it, in lower case.
-      is_bare: whether the first of them follows the answer itself, and not what it counts.
+      is_bare: whether the first of them follows the answer itself, not a counted noun.
     """
     words = list(after)
     while words and words[0] in (":", "-"):
@@ -382,7 +382,7 @@ def is_correction(words: Sequence[str]) -> bool:
 
 
 def is_restart(before: str, word: str, after: str) -> bool:
-    """True if a word starts a clause that what is before it does not deny: so, but, then.
+    """True if a word starts a clause that the words before it do not deny: so, but, then.
 
     Args:
       before, after: the words beside it; "anything but" and "instead of" deny what follows.

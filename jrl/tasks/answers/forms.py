@@ -166,7 +166,7 @@ def _has_common_factor(above: Any, below: Any) -> bool:
 
 
 def _add_number(value: Any, form: Form) -> None:
-    """Counts what is left to work out in a number."""
+    """Counts the operations left to work out in a number."""
     if isinstance(value, Function) and not isinstance(value, sympy.exp):
         form.values += 1
     if isinstance(value, sympy.Mul):

@@ -54,7 +54,7 @@ class Statement:
       expression: the number; its value is None if there is none.
       unit: the unit before or after it, as named by `unit_of`; "" if none is known.
       label: the variable that has this value, x in x = 42; "" if there is none.
-      digits: the number as text, without what groups its digits.
+      digits: the number as text, without grouping: 1234 for 1,234.
       is_only_number: whether no other number is in the text.
       scale: number that is named after it and multiplies it: a million, a dozen.
     """

@@ -253,7 +253,7 @@ class TurnReader:
         header = self._text[begin : match.start()]
         channel = _last_channel(header)
         if recipient_of(header) is not None:
-            # What is addressed to a tool is no answer.
+            # A message to a tool is no answer.
             self._in_message, self._kind, self._in_reasoning = True, "content", True
             if self._calls is not None:
                 assert begin is not None

@@ -78,7 +78,7 @@ _SINGLE_LETTERS = re.compile(
     r"|(?:or|and|as well|unless|because|since)\b)))(?![\w'])"
 )
 _TWO_LETTERS = re.compile(r"(?<![\w'])[A-Z]\)?\s*(?:\b(?:or|and|nor)\b|[,/&])\s*\(?[A-Z](?![\w'])")
-# What an answer is told from: "B, not A", "B (not A)".
+# A rejected answer beside the stated one: "B, not A", "B (not A)".
 _CONTRAST = re.compile(
     r"(?<=[\w)*\"])(?:\s*[,(]\s*(?:and\s+)?(?:not|rather than|instead of)|\s+(?:and not|rather than"
     r"|instead of))\s+[\w()'*]{1,30}(?=\s*(?:[.!?;,\n]|$))",
@@ -185,7 +185,7 @@ def _denied(before: str) -> bool:
 
 
 def _goes_on(after: str) -> bool:
-    """True if what follows an answer names another one, or takes it back."""
+    """True if the text behind an answer names another one, or takes it back."""
     after = after.lstrip(")]*'\"")
     if _NEXT.match(after) or is_offered_behind(after, near=3):
         return True
@@ -242,7 +242,7 @@ def _states_polar(wanted: str, text: str) -> bool | None:
 
 
 def _is_refuted(after: str) -> bool:
-    """True if what follows an answer calls it wrong: "is wrong", "? No"."""
+    """True if the text behind an answer calls it wrong: "is wrong", "? No"."""
     clause = re.split(r"[.,;:!?\n()]+", after, maxsplit=1)[0]
     words = re.findall(r"[\w']+", clause.lower())
     return (len(words) > 1 and is_judged_wrong(words)) or bool(

@@ -91,7 +91,7 @@ BLOCKED_CALLS: dict[str, tuple[int | None, int | None]] = {
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
 }
-"""Numbers on x86_64 and aarch64; None where the architecture has no such call."""
+"""Numbers on x86_64 and aarch64; None if the architecture lacks the call."""
 CLONE, CLONE3, IOCTL, SOCKET = (56, 220), (435, 435), (16, 29), (41, 198)
 
 # Of linux/bpf_common.h, linux/filter.h and linux/seccomp.h.

@@ -52,7 +52,7 @@ def program_worker(kind: str, *arguments: str, seconds: float) -> "Worker":
 
 
 def parse_failure(answer: Message | Exception) -> Message:
-    """The answer, or ``{"failure": ..., "message": ...}`` for an error, where the failure is
+    """The answer, or ``{"failure": ..., "message": ...}`` for an error; the failure is
     "timeout" or "error"."""
     if isinstance(answer, Exception):
         kind = "timeout" if isinstance(answer, TimeoutError) else "error"
