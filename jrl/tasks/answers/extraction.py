@@ -97,7 +97,7 @@ def _last_marked_text(text: str, *, hashes: bool) -> str | None:
     if markers:
         last = markers[-1]
         return "" if _is_withdrawn(text, last.begin, last.end) else _join_statement(text, markers)
-    last_hashes = deque(HASHES.finditer(text), maxlen=1) if hashes else ()
+    last_hashes = deque(HASHES.finditer(text) if hashes else (), maxlen=1)
     if not last_hashes:
         return None
     line, _, rest = text[last_hashes[0].end() :].lstrip(" \t").partition("\n")
