@@ -28,7 +28,7 @@ class Case:
     """An answer and a reference answer.
 
     Attributes:
-      kind: what the answer is an example of.
+      kind: kind of the answer, for example "a bound".
       reference: the reference answer.
       completion: the answer.
       verdict: one of `VERDICTS`.

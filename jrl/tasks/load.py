@@ -64,13 +64,9 @@ def load_task(
     """Makes the task that `spec` names.
 
     Args:
-      spec: ``sort``, ``addition``, ``scratchpad``, ``scratchpad:DIGITS`` or
-        ``scratchpad:MIN-MAX`` (digits of the operands), ``countdown``, ``progression``,
-        ``guess``, ``calculator``, ``word-problems``,
-        ``jsonl:PATH``, ``csv:PATH``, ``parquet:PATH``, ``dataset:DIR``, ``gym:NAME``,
-        ``gym:NAME,OPTION=VALUE``,
-        ``path/to/file.py:make`` or ``package.module:make``; or a mixture of tasks,
-        ``3 sort + 1 countdown``, in which a weight is 1 by default.
+      spec: ``sort``, ``addition``, ``scratchpad``, ``countdown``, ``progression``, ``guess``,
+        ``calculator``, ``word-problems``, one of `FORMS`, or a mixture, ``3 sort + 1 countdown``,
+        in which a weight is 1 by default.
       seed: selects the stream of training prompts.
       fields: names of the fields of a file's lines; None is `Fields()`. Other tasks have none.
       workers: processes that check answers, if the task has some; None is one per processor
@@ -80,8 +76,8 @@ def load_task(
       code: contents of a run's copies of custom code (`custom_files`); None reads the originals.
       answers: required form of the answers of a file's prompts, one of
         `jrl.tasks.answers.verdict.RULES`.
-      unreadable_answers: what is done about records of a file whose answer cannot be checked, one
-        of `jrl.tasks.data.files.UNREADABLE`.
+      unreadable_answers: treatment of a file's records whose answer cannot be checked, one of
+        `jrl.tasks.data.files.UNREADABLE`.
 
     Returns:
       A task; close it when it is no longer needed.
@@ -131,8 +127,7 @@ def listed_names(spec: str) -> frozenset[str]:
 
 
 def _weighted_specs(spec: str) -> list[tuple[float, str]]:
-    """The weights and names of the tasks in a specification, of which there may be one or
-    several."""
+    """The weights and names of the tasks in a specification."""
     specs = []
     for part in map(str.strip, MIXED.split(spec)):
         match = WEIGHT.fullmatch(part)
@@ -223,8 +218,7 @@ class _Loader:
         definition: Any = None,
         verifier: Task | None = None,
     ) -> Rewarded:
-        """Adds the rewards of the settings, after the reward of a custom task. All workers are
-        closed if one of the rewards fails."""
+        """Adds the rewards of the settings, after the reward of a custom task."""
         settings = self.settings
         weights = {**getattr(definition, "weights", {}), **parse_weights(settings.weights)}
         with ExitStack() as stack:

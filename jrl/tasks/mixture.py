@@ -90,7 +90,7 @@ class Mixture:
 
     Attributes:
       sources: the tasks, in the order given.
-      task_names: their names, which are the `Example.task` of examples.
+      task_names: their names; an example has one as its `Example.task`.
       part_names: of all reward components that a verdict can have.
     """
 

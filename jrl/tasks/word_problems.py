@@ -66,62 +66,49 @@ def _quotient(random: Random) -> tuple[int, int, int]:
     return second * answer, second, answer
 
 
-class Kind:
-    """Problems of one kind.
-
-    Args:
-      operands: draws the numbers.
-      texts: wordings, in which {first} and {second} are the numbers, {name} and {other} people, and
-        {things} the objects.
-    """
-
-    def __init__(self, operands: Operands, *texts: str):
-        self.operands, self.texts = operands, texts
-
-
-KINDS = (
-    Kind(
+KINDS: tuple[tuple[Operands, *tuple[str, ...]], ...] = (
+    (
         _product,
         "{name} buys {first} {things} for {second} dollars each. How many dollars does {name} pay?",
         "A shop sells {things} at {second} dollars each. How many dollars do {first} of them cost?",
     ),
-    Kind(
+    (
         _quotient,
         "{name} shares {first} {things} equally among {second} friends. "
         "How many {things} does each friend get?",
         "{first} {things} are packed into {second} boxes, the same number into each. "
         "How many {things} are in one box?",
     ),
-    Kind(
+    (
         _difference,
         "{name} had {first} {things} and lost {second} of them. "
         "How many {things} does {name} have now?",
         "{name} has {first} {things} and gives {second} to {other}. How many {things} are left?",
     ),
-    Kind(
+    (
         _sum,
         "{name} has {first} {things} and finds {second} more. "
         "How many {things} does {name} have now?",
         "{name} has {first} {things} and {other} has {second}. "
         "How many {things} do they have together?",
     ),
-    Kind(
+    (
         _sum,
         "{name} is {first} years old. {other} is {second} years older. How old is {other}?",
         "{name} is {first} years old. How old will {name} be in {second} years?",
     ),
-    Kind(
+    (
         _difference,
         "{name} is {first} years old. {other} is {second} years younger. How old is {other}?",
         "{name} is {first} years old. How old was {name} {second} years ago?",
     ),
-    Kind(
+    (
         _product,
         "{name} walks {first} miles every day. How many miles does {name} walk in {second} days?",
         "A train travels {first} miles in an hour. How many miles does it travel in {second} "
         "hours?",
     ),
-    Kind(
+    (
         _difference,
         "The way to school is {first} yards long. {name} has walked {second} yards. "
         "How many yards are left?",
@@ -129,6 +116,8 @@ KINDS = (
         "How many miles from the sea does {other} live?",
     ),
 )
+"""Kinds of problems: the numbers, and wordings, in which {first} and {second} are the numbers,
+{name} and {other} people, and {things} the objects."""
 
 
 class WordProblems(PromptSourceTask):
@@ -167,13 +156,13 @@ def draw_examples(count: int) -> list[Example]:
 
 def draw_example(random: Random) -> Example:
     """Draws a kind of problem, its numbers and a wording."""
-    kind = random.choice(KINDS)
+    operands, *texts = random.choice(KINDS)
     while True:
-        first, second, answer = kind.operands(random)
+        first, second, answer = operands(random)
         if answer not in (first, second):
             break
     name, other = random.sample(NAMES, 2)
-    prompt = random.choice(kind.texts).format(
+    prompt = random.choice(texts).format(
         first=first, second=second, name=name, other=other, things=random.choice(THINGS)
     )
     messages = (("system", SYSTEM_PROMPT), *SHOT_MESSAGES, ("user", prompt))

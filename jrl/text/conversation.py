@@ -125,8 +125,7 @@ def _encode_turn(
 
 
 def _render_calls(format: PromptFormat, example: Example, messages: Messages) -> Messages:
-    """The turns of a reference conversation, with calls in the plain format rewritten in the format
-    of the checkpoint."""
+    """A reference conversation with its plain calls rewritten in the checkpoint's format."""
     tool_format, tools = format.tool_format, example_tools(example)
     if tool_format is None or not tools:
         return messages

@@ -38,8 +38,8 @@ class JsonTokenizer(Tokenizer):
         """Makes the pipeline.
 
         Args:
-          content: "pipeline", the content of tokenizer.json; "vocab_size"; "eos_token", which is
-            required, and "bos_token", "pad_token" and "unk_token", which are optional; and the
+          content: "pipeline", the content of tokenizer.json; "vocab_size"; the required
+            "eos_token"; the optional "bos_token", "pad_token" and "unk_token"; and the
             fields of a `Usage`. If there is no beginning of sequence, nothing precedes a prompt; if
             there is no padding, the unknown token or the end takes its place.
           usage: replaces the one in `content`.

@@ -70,7 +70,7 @@ def check_no_delimiters(text: str) -> None:
 
 
 PRIVATE_USE = range(0xE000, 0xF900)
-"""Private-use characters, which have no meaning in Unicode."""
+"""Private-use characters; Unicode gives them no meaning."""
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,17 @@
 """Tokens of a conversation, and the loss mask of the assistant's turns.
 
-With a chat template, the tokens encode the whole text that it writes. The template's own
-``{% generation %}`` tags delimit the assistant's text, if it writes them around its turns.
-Otherwise the conversation is rendered up to each of the assistant's turns, opened for it, and up to
-the turn's end; the characters between the two are the assistant's. A token with one of these
-characters is the assistant's. If a token would have characters of the generation prompt as well
-(two line ends, mostly), the text is split between them: the policy continues the tokens of the
-prompt alone. A turn ends with the first token that ends a completion. A policy never samples the
-text that a template writes after that (a line end, mostly), and it is not trained on. A turn that
-its record excludes (`jrl.tasks.data.training_fields`) is context. If only the start of the next
-turn ends a turn, as in GLM's template, the end of sequence comes after the last turn. A "text" is
-trained on from its second token on.
+With a chat template, the tokens encode the whole text that it writes. Trained on are:
+
+* The assistant's text: between the template's own ``{% generation %}`` tags, else from the text
+  before a turn, opened for it, to the text with the turn.
+* Each token with a character of it. A token that has characters of the generation prompt as well
+  (two line ends, mostly) is split: the policy continues the tokens of the prompt alone.
+* The first token that ends a completion, and nothing after it: a policy never samples the line end
+  that a template writes there. If only the start of the next turn ends a turn (GLM), the end of
+  sequence follows the last turn.
+
+A turn that its record excludes (`jrl.tasks.data.training_fields`) is context, and so is the first
+token of a "text".
 
 If there is no template, a question and an answer are the tokens of both and the end of sequence, as
 in reinforcement learning. A longer conversation is written with the role before each content:
@@ -37,9 +38,8 @@ from jrl.text.located import (
     check_no_delimiters,
     escape_special_tokens,
 )
-from jrl.text.prompt_format import NO_TOOLS, PromptFormat
+from jrl.text.prompt_format import NO_TOOLS, PromptFormat, has_calls, reasoning_of
 from jrl.text.tokenizer import Tokenizer
-from jrl.text.written_fields import has_calls, reasoning_of
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _build_loss_mask(tokens: Tokens, tokenizer: Tokenizer) -> Encoded:
 
 
 def _encode_text(tokenizer: Tokenizer, text: str) -> Encoded:
-    """A text that is trained on except for its first token, which has no context."""
+    """A text that is trained on from its second token: the first has no context."""
     ids = tokenizer.with_prefix(tokenizer.encode_special(text))
     if ids[-1] not in tokenizer.stop_ids:
         ids = [*ids, tokenizer.eos_id]
@@ -232,7 +232,7 @@ def _encode_with_template(
         special = _mask_special_tokens(tokenizer, encoding)
     turn = np.full(len(encoding.ids), -1)
     for turn_index, (begin, end) in enumerate(offsets):
-        # Some special tokens include the blanks after them, which are not sampled.
+        # Some special tokens include the blanks after them; these are not sampled.
         turn[encoding.within(begin, end) & ~(special & (encoding.begins < begin))] = turn_index
     ids = tokenizer.with_template_prefix(encoding.ids)
     return ids, np.concatenate([np.full(len(ids) - len(turn), -1), turn]), len(spans)

@@ -121,7 +121,7 @@ class Tokenizer:
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
-        """Ids of special tokens, which are not text, by their spelling."""
+        """Ids of special tokens by their spelling; they are not text."""
         pieces = range(self.vocab_size)
         control = [i for i in pieces if self._processor.IsControl(i) or i == self.unk_id]
         return {self._processor.IdToPiece(i): i for i in control}

@@ -33,3 +33,12 @@ def wait_until(holds, what: str) -> None:
     while not holds():
         assert time.monotonic() < end, what
         time.sleep(0.01)
+
+
+def runs(pid: int) -> bool:
+    """True if a process exists."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,5 +1,5 @@
-"""The clauses around the number that a text states: what takes it back, multiplies it, or offers
-another number instead."""
+"""Clauses around the number that a text states: words that take it back, multiply it, or offer
+another number."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -51,7 +51,7 @@ _DENIED_ATTACHED = re.compile(
     r".*(?:不是|并非|不等于|非|不|没|未|超过|大于|小于|至少|至多|最多|最少)"
 )
 _BOUND_ATTACHED = re.compile(r"(?:以上|以下|以内|多|余|万|亿|千|百|倍|不|是错|左右以)")
-# What an ordinal makes another number of: the 42nd prime. The 42nd step is step 42.
+# Nouns behind an ordinal that name another number: the 42nd prime. The 42nd step is step 42.
 _NUMBERED = re.compile(
     r"primes?|roots?|powers?|fibonacci|triangular|square|cube|odd|even|multiple|positive|natural"
     r"|integer|composite|perfect|palindrom\w+|derivative|percentile|numbers?|of"
@@ -111,7 +111,7 @@ class Clauses:
         return is_judged_wrong(after[counted:], is_bare=True) or self._has_afterthought()
 
     def _is_changed(self) -> bool:
-        """True if what follows multiplies or changes the number otherwise than by a known scale."""
+        """True if the words behind the number change it by more than a known scale: 42 mod 5."""
         after = self._after[:3]
         if not after:
             return False

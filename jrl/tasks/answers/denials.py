@@ -107,6 +107,20 @@ _WORKS = _words(
     """
 )
 _EXCESS = frozenset({"large", "small", "big", "high", "low", "much", "many", "few", "little"})
+_ELSEWHERE = r" (?:to(?! be\b)|that|only|otherwise|in general|for (?!this|the |our |these))"
+_RIGHT_OR_WRONG = "|".join(_JUDGED_WRONG | _JUDGED_RIGHT - _words("answer answers solution it"))
+_MAY_FAIL = "|".join(
+    {*(_WORKS - _words("be been equal equals make add")), *_JUDGED_RIGHT, "make sense", "add up"}
+)
+# Judgements on something else than the answer before them: "is wrong to divide", "is not so hard",
+# "cannot be negative", "is not a coincidence".
+_JUDGES_ELSE = re.compile(
+    rf"(?:^| )(?:(?:{_RIGHT_OR_WRONG}|work|hold|fit|too \w+){_ELSEWHERE}"
+    r"|(?:so|that) (?:hard|easy|simple|bad|large|small|much|many|high|low|few|long)\b"
+    r"|(?:no|not|never|cannot|\w*n't) "
+    r"(?:(?:be|been|seem|look|to|the|my|our|an?|even|quite|really|at|all|\w+ly) )*+"
+    rf"(?!(?:\w+ )?(?:answers?|solution)\b|(?:{_MAY_FAIL})(?![-\w]))\w)"
+)
 _AFTERTHOUGHT = _words(
     """
     which that this it but and oh wait sorry actually hmm no well the answer result one
@@ -296,7 +310,7 @@ def is_judged_wrong(after: Sequence[str], *, is_bare: bool = True) -> bool:
 
     Args:
       after: the words of its clause after it, in lower case.
-      is_bare: whether the first of them follows the answer itself, and not what it counts.
+      is_bare: whether the first of them follows the answer itself, not a counted noun.
     """
     words = list(after)
     while words and words[0] in (":", "-"):
@@ -334,12 +348,14 @@ def is_verdict(word: str) -> bool:
 def is_retracted(words: Sequence[str]) -> bool:
     """True if the words that follow an answer behind a stop or a comma take it back: "No.",
     "that is wrong", "which is not it"."""
-    rest = " ".join(words).replace("they are", "they is").replace("'s", " 's").split()
+    sentence = " ".join(words).replace("they are", "they is").replace("has to be", "must be")
+    rest = sentence.replace("'s", " 's").split()
     words = tuple(rest)
     if is_withdrawn(words):
         return True
-    if rest[:1] in (["no"], ["nope"], ["not"], ["wrong"], ["incorrect"], ["false"], ["never"]):
-        return len(rest) == 1 or rest[1] in _words("really wait sorry at answer no that")
+    is_denial = bool(rest) and rest[0] in _words("no nope not wrong incorrect false never")
+    if is_denial and (len(rest) == 1 or rest[1] in _words("really wait sorry at answer no that")):
+        return True
     if rest[:2] in (["or", "not"], ["or", "maybe"], ["maybe", "not"]):
         return True
     while rest and rest[0] in _AFTERTHOUGHT:
@@ -348,12 +364,14 @@ def is_retracted(words: Sequence[str]) -> bool:
         return False
     if not rest or not _COPULA.fullmatch(rest[0]):
         return bool(rest) and len(rest) == 1 and rest[0] in _WRONG
-    return is_judged_wrong(rest)
+    return is_judged_wrong(rest) and not _JUDGES_ELSE.search(" ".join(rest))
 
 
 _CORRECTED = re.compile(
-    r"(?:(?:no|wait|oops|hmm|but|and|oh) )*(?:actually|correction|oops|wait|sorry|never mind"
-    r"|no|on second thought|make that|make it|i mean|i meant|or rather|rather"
+    r"(?:(?:no|wait|oops|hmm|but|and|oh) )*(?:actually|correction|on second thought|make that"
+    r"|make it|oops(?! is)|wait(?! for\b| until\b)|sorry(?! for\b)|never mind(?! the| that| how)"
+    r"|no(?! (?:other|further|more|need|mistakes?|errors?|surprise|wonder)\b)|i mean|i meant"
+    r"|or rather|rather"
     r"|i made an? (?:mistake|error))\b"
 )
 
@@ -364,7 +382,7 @@ def is_correction(words: Sequence[str]) -> bool:
 
 
 def is_restart(before: str, word: str, after: str) -> bool:
-    """True if a word starts a clause that what is before it does not deny: so, but, then.
+    """True if a word starts a clause that the words before it do not deny: so, but, then.
 
     Args:
       before, after: the words beside it; "anything but" and "instead of" deny what follows.
@@ -413,13 +431,15 @@ _LEAD = re.compile(
     r"|perhaps|possibly|both|two|answers|is it|could it be)(?=\s|$)"
 )
 _RETRACTION = re.compile(
-    r"(?:^|\s)(?:made (?:a |an |some )?(?:mistake|error)|do(?:n't| not) think so|perhaps not"
-    r"|(?<!not )(?<!n't )(?<!never )(?:scratch|strike|ignore|forget|disregard) (?:that|this)"
+    r"(?:^|\s)(?:do(?:n't| not) think so|perhaps not|(?<!not )(?<!n't )(?<!never )"
+    r"(?:made (?:an? |some )?(?:mistake|error)"
+    r"|(?:scratch|strike|ignore|forget|disregard) (?:that|this))"
     r"|never mind(?! the| that| how)|i was wrong|sike|take (?:that|this|it) back|(?:just )?kidding"
     r"|oops(?! is)|my bad|(?:that|this|it|which) contradicts|actually no|wait no|no wrong|falsely"
-    r"|(?:that|this|it) (?:can't|cannot|can not|couldn't) be(?= (?:right|correct|true|so|it)\b|$)"
-    r"|(?:that|this|it) (?:is|was) (?:wrong|incorrect)(?! to)|\[ wrong)(?=\s|$)|^but no$|^\?\?+"
-    r"|^no longer\b"
+    r"|(?:that|this|it) (?:can't|cannot|can not|couldn't) be"
+    rf"(?:$| (?:right|correct|true|so(?! \w)|it)\b(?!{_ELSEWHERE}))"
+    rf"|(?:that|this|it) (?:is|was) (?:wrong|incorrect)(?!{_ELSEWHERE})|\[ wrong)(?=\s|$)"
+    r"|^but no$|^\?\?+|^no longer\b"
 )
 # Items of a list, or values on lines of their own: no line is the answer rather than another.
 MAX_LIST = 300

@@ -41,11 +41,11 @@ class Expression:
     """An expression.
 
     Attributes:
-      value: exact; None where it is irrational.
+      value: exact; None if it is irrational.
       final: whether it is a number in final form, with nothing left to work out.
       written: text of a single number, without grouping; "" for any other expression.
       percent: whether it is a percentage; its value is then a hundredth of the number.
-      kind: "number", "fraction", "scientific" where final, else "".
+      kind: "number", "fraction" or "scientific" if final, else "".
     """
 
     value: Fraction | None
@@ -138,8 +138,7 @@ class _Reader:
         return expression if is_single else replace(expression, final=False, kind="")
 
     def _take_signs(self) -> tuple[bool, bool]:
-        """Reads the next signs: true if they make a number negative, and true if there is at most
-        one."""
+        """Reads the next signs: whether they make a number negative, whether one is the most."""
         negative, count = False, 0
         while sign := self._accept("+", "-"):
             negative, count = negative ^ (sign == "-"), count + 1
@@ -151,7 +150,7 @@ class _Reader:
         return _negate(expression) if negative else expression
 
     def _implicit_product(self, left: Expression, ahead: Token, depth: int) -> Expression:
-        """A factor without a sign, or the fraction of a mixed number."""
+        """A factor next to the one before it, as in 2π, or the fraction of a mixed number."""
         if ahead.kind == "number":
             # 2 1/2 is a mixed number; 2 3 is two numbers.
             if left.is_integer:
@@ -331,7 +330,7 @@ def _factorial(value: Fraction | None) -> Fraction | None:
 
 
 def _exact_root(value: Fraction, degree: int) -> Fraction | None:
-    """The root where it is rational."""
+    """The root; None if it is irrational."""
     if value < 0 and degree % 2 == 0:
         return None
     roots = [_integer_root(abs(term), degree) for term in (value.numerator, value.denominator)]
@@ -361,9 +360,8 @@ EXACT_DIGITS = 15
 def same_number(reference: Expression, answer: Expression) -> bool:
     """True if two numbers are equal exactly, or if one is the rounding of the other.
 
-    A decimal may be a rounding where it shows `SIGNIFICANT` digits. Where one shows `EXACT_DIGITS`
-    digits, a difference of floating-point rounding is allowed. A percentage may be written with its
-    sign or without.
+    A decimal with `SIGNIFICANT` digits may be a rounding. If one has `EXACT_DIGITS` digits, the two
+    may differ by floating-point rounding. The sign of a percentage may be left out: 12% is 12.
     """
     if _close(reference, answer):
         return True

@@ -7,6 +7,7 @@ ignored. The time is linear in the length of the text.
 """
 
 import re
+from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,7 +60,7 @@ class Extracted:
     """An extracted answer.
 
     Attributes:
-      text: of the answer, without surrounding blanks; empty if there is none.
+      text: the answer, stripped of blanks; empty if there is none.
       marked: whether a box, a tag or a line of ``####`` marks it as the answer.
     """
 
@@ -89,31 +90,23 @@ def extract(completion: str, *, bare: bool = False) -> Extracted | None:
     return Extracted(answer.strip(BLANKS + UNREADABLE), marked)
 
 
-def _last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    last = None
-    for match in pattern.finditer(text):
-        last = match
-    return last
-
-
 def _last_marked_text(text: str, *, hashes: bool) -> str | None:
-    """Text of the last box or tag, with that of the ones before it that belong to it; else of the
-    last ``####`` if `hashes`; None without any, and empty if the words at it take it back."""
+    """Text of the last statement in boxes or tags, else of the last ``####`` if `hashes`; None if
+    nothing is marked, and empty if the words at the mark take it back."""
     markers = _outermost_markers(text)
     if markers:
         last = markers[-1]
         return "" if _is_withdrawn(text, last.begin, last.end) else _join_statement(text, markers)
-    mark = _last_match(HASHES, text) if hashes else None
-    if mark is None:
+    last_hashes = deque(HASHES.finditer(text) if hashes else (), maxlen=1)
+    if not last_hashes:
         return None
-    line, _, rest = text[mark.end() :].lstrip(" \t").partition("\n")
+    line, _, rest = text[last_hashes[0].end() :].lstrip(" \t").partition("\n")
     # A Markdown heading looks the same; the answer is then the text below it.
     return rest if _HEADING.fullmatch(line) else line
 
 
 def _is_withdrawn(text: str, begin: int, end: int) -> bool:
-    """True if the words at a mark deny its answer, call it wrong, or offer another mark: "is
-    wrong", "or the former"."""
+    """True if the words at a mark deny its answer or offer another: "is wrong", "or the former"."""
     before, behind = text[max(0, begin - MAX_BESIDE) : begin], text[end : end + MAX_BESIDE]
     if _DENIED.search(before) or _OR_ANOTHER.match(behind):
         return True
@@ -125,7 +118,7 @@ def _is_withdrawn(text: str, begin: int, end: int) -> bool:
 
 
 class _Mark(NamedTuple):
-    """A box or a tag: where it is, its content, and whether it is a tag."""
+    """Begin, end and content of a box or a tag."""
 
     begin: int
     end: int
@@ -143,7 +136,7 @@ def _outermost_markers(text: str) -> list[_Mark]:
 
 
 def _join_statement(text: str, markers: list[_Mark]) -> str:
-    """Content of the last mark, with that of the ones before it that form one statement with it."""
+    """Content of the last mark, joined to the marks before it of the same statement."""
     last = markers.pop()
     answer, begin, is_tag = last.content, last.begin, last.is_tag
     while markers:
@@ -160,7 +153,7 @@ def _join_statement(text: str, markers: list[_Mark]) -> str:
 
 def _boxes(text: str) -> list[_Mark]:
     """The complete boxes that are not inside another box."""
-    # For each open brace: its position, and that of the content of a box, -1 for other braces.
+    # Position of each open brace, and of its content if it opens a box, else -1.
     opened: list[tuple[int, int]] = []
     boxes: list[_Mark] = []
     if "boxed" not in text and "fbox" not in text:

@@ -28,7 +28,7 @@ _RECIPROCALS = {"sec": "cos", "csc": "sin"}
 
 @dataclass
 class Form:
-    """Numbers of what a form is told by.
+    """Counts that tell forms apart.
 
     Attributes:
       factors: of products with a bracket that holds variables.
@@ -82,8 +82,8 @@ def _add(value: Any, form: Form) -> None:
         _add_number(value, form)
         return
     if isinstance(value, sympy.Add):
-        form.fractions += sum(map(_has_variable_below, _terms(value)))
-    elif isinstance(value, sympy.Mul) or _is_power(value):
+        form.fractions += sum(map(_has_variable_below, flatten(value, sympy.Add)))
+    elif isinstance(value, sympy.Mul) or (isinstance(value, sympy.Pow) and value.exp.is_Integer):
         _add_product(value, form)
     if isinstance(value, Function) and not isinstance(value, AppliedUndef):
         name = type(value).__name__
@@ -94,11 +94,16 @@ def _add(value: Any, form: Form) -> None:
         _add(part, form)
 
 
-def _terms(value: Any) -> list[Any]:
-    terms: list[Any] = []
-    for term in value.args:
-        terms += _terms(term) if isinstance(term, sympy.Add) else [term]
-    return terms
+def flatten(value: Any, kind: type) -> list[Any]:
+    """The terms of nested sums, or the factors of nested products."""
+    operands, pending = [], [value]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, kind):
+            pending += node.args
+        else:
+            operands.append(node)
+    return operands
 
 
 def _factors(value: Any, sign: int = 1) -> list[tuple[Any, int]]:
@@ -113,16 +118,12 @@ def _factors(value: Any, sign: int = 1) -> list[tuple[Any, int]]:
     return [(value, sign)]
 
 
-def _is_power(value: Any) -> bool:
-    return isinstance(value, sympy.Pow) and value.exp.is_Integer
-
-
 def _has_variable_below(term: Any) -> bool:
     return any(sign < 0 and factor.free_symbols for factor, sign in _factors(term))
 
 
 def _add_product(value: Any, form: Form) -> None:
-    """Counts the factors above and below the line where one of them is a bracket."""
+    """Counts the factors above and below the line if one of them is a bracket."""
     factors = _factors(value)
     for side in (1, -1):
         # A number below the line is no factor: (x+1)/2 is as worked out as x/2 + 1/2.
@@ -165,13 +166,13 @@ def _has_common_factor(above: Any, below: Any) -> bool:
 
 
 def _add_number(value: Any, form: Form) -> None:
-    """Counts what is left to work out in a number."""
+    """Counts the operations left to work out in a number."""
     if isinstance(value, Function) and not isinstance(value, sympy.exp):
         form.values += 1
     if isinstance(value, sympy.Mul):
         _add_numeric_product(value, form)
     elif isinstance(value, sympy.Pow):
-        if value.exp.is_Integer and _has_sum(value.base) and value.exp != 1:
+        if value.exp.is_Integer and isinstance(value.base, sympy.Add) and value.exp != 1:
             exponent = int(value.exp)
             form.brackets += exponent > 1
             form.roots_below += exponent < 0 and _is_surd(value.base)
@@ -185,13 +186,9 @@ def _add_number(value: Any, form: Form) -> None:
 
 def _add_numeric_product(value: Any, form: Form) -> None:
     factors = [(factor, sign) for factor, sign in _factors(value) if factor not in (1, -1)]
-    sums = [factor for factor, sign in factors if _has_sum(factor) and sign > 0]
-    others = [factor for factor, sign in factors if not _has_sum(factor) and sign > 0]
+    sums = [factor for factor, sign in factors if isinstance(factor, sympy.Add) and sign > 0]
+    others = [factor for factor, sign in factors if not isinstance(factor, sympy.Add) and sign > 0]
     form.brackets += max(0, len(sums) - 1) + bool(sums and any(map(_is_surd, others)))
-
-
-def _has_sum(value: Any) -> bool:
-    return isinstance(value, sympy.Add)
 
 
 _I = sympy.Symbol("i", real=False)

@@ -149,7 +149,7 @@ class Token(NamedTuple):
     Attributes:
       kind: number, command, word, vulgar, constant, relation, math, comma, stop, currency or other.
       text: as written.
-      begin, end: where it is in the text.
+      begin, end: position in the text.
     """
 
     kind: str

@@ -51,10 +51,10 @@ class Statement:
     Attributes:
       kind: `NUMBER`; `MULTIPLE` numbers, so none is the answer; a `RELATION`, such as a bound;
         `OPAQUE`, something with a number that is none (`2x`, `\\log 8`); or `NOTHING`.
-      expression: the number; without a value where there is none.
-      unit: the unit before or after it, as named by `unit_of`; "" without a known one.
-      label: the variable that has this value; "" without one.
-      digits: the number as text, without what groups its digits.
+      expression: the number; its value is None if there is none.
+      unit: the unit before or after it, as named by `unit_of`; "" if none is known.
+      label: the variable that has this value, x in x = 42; "" if there is none.
+      digits: the number as text, without grouping: 1234 for 1,234.
       is_only_number: whether no other number is in the text.
       scale: number that is named after it and multiplies it: a million, a dozen.
     """
@@ -259,8 +259,7 @@ def _is_opaque(tokens: Sequence[Token], begin: int, end: int, labelled: bool) ->
 
 
 def _has_unknown_mark(tokens: Sequence[Token], begin: int, end: int, exclaims: bool) -> bool:
-    """True if a mark or letters that are not known stand on the number, as in 42‰, |-42|, ∛42 and
-    non-42."""
+    """True if an unknown mark or letters adjoin the number, as in 42‰, |-42|, ∛42 and non-42."""
     first, last = tokens[begin], tokens[end - 1]
     if last.text in ("^", "*", "/", "-", DASH, "_") or first.text in ("!", "_"):
         return True
@@ -323,8 +322,7 @@ def _is_bracketed(tokens: Sequence[Token]) -> bool:
 
 
 def _read_chain(tokens: Sequence[Token], *, check: bool) -> Statement:
-    """Statement of a chain of equations; with `check` the other sides must have the value of the
-    last."""
+    """Statement of a chain of equations; `check` compares the other sides with the last."""
     segments: list[list[Token]] = [[]]
     for token in tokens:
         if token.text == "=":

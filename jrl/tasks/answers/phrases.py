@@ -252,7 +252,7 @@ _JOINING = {"and": ",", "or": "or", "to": DASH, "through": DASH}
 
 
 def phrases_of(tokens: Sequence[Token]) -> list[Span]:
-    """Runs of tokens that state something together: numbers, signs, and what joins them."""
+    """Runs of tokens of one statement: numbers, signs, and words that join them."""
     spans: list[Span] = []
     begin: int | None = None
     for index, token in enumerate(tokens):

@@ -7,6 +7,7 @@ message has a header with its channel: "final" is the answer, and every other ch
 """
 
 import re
+from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Literal, NamedTuple
@@ -48,7 +49,6 @@ _HEADER = re.compile(
 )
 _TURN = re.compile(r"<\|start\|>assistant\s*\Z")
 
-
 _MARK_BEGINS = re.compile(
     "|".join(sorted({re.escape(mark[:2]) for mark in (*PAIRS, *_ENDS, CHANNEL)})), _FLAGS
 )
@@ -66,12 +66,8 @@ def after_reasoning(completion: str) -> str | None:
 def opens_reasoning(text: str) -> str:
     """The mark of open reasoning at the end of a text, with the blanks after it; empty if the text
     ends otherwise."""
-    opened = None
-    for match in _OPENS.finditer(text):
-        opened = match
-    if opened is None or text[opened.end() :].strip(BLANKS):
-        return ""
-    return text[opened.start() :]
+    last = deque(_OPENS.finditer(text), maxlen=1)
+    return text[last[0].start() :] if last and not text[last[0].end() :].strip(BLANKS) else ""
 
 
 def opens_turn(text: str) -> str:
@@ -186,7 +182,7 @@ class TurnReader:
 
     @property
     def _markers(self) -> tuple[str, ...]:
-        """Marks that count at this position, besides those of calls."""
+        """Marks that count at this position, except the marks of calls."""
         if self._header is not None:
             return MESSAGE, START, *MESSAGE_ENDS
         if self._in_message:
@@ -257,7 +253,7 @@ class TurnReader:
         header = self._text[begin : match.start()]
         channel = _last_channel(header)
         if recipient_of(header) is not None:
-            # What is addressed to a tool is no answer.
+            # A message to a tool is no answer.
             self._in_message, self._kind, self._in_reasoning = True, "content", True
             if self._calls is not None:
                 assert begin is not None
@@ -297,7 +293,7 @@ class TurnReader:
 
 @cache
 def _pattern(markers: tuple[str, ...], calls: tuple[str, ...]) -> re.Pattern[str]:
-    """Pattern of any mark; that of a call is its group "call"."""
+    """Pattern of any mark; its group "call" matches the mark of a call."""
     # A bracket opens a call only at the beginning of a line.
     of_calls = [
         _unless_mentioned(mark) if len(mark) > 1 else rf"^[ \t]*{re.escape(mark)}" for mark in calls

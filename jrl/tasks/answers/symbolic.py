@@ -25,8 +25,8 @@ from .expression import (
     round_to_digits,
     significant_digits,
 )
+from .forms import flatten, is_too_large
 from .forms import has_form as _has_form
-from .forms import is_too_large
 from .notation import plain_notation, tokens_of
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
@@ -252,32 +252,20 @@ def _is_final(value: Any) -> bool:
     return all(map(_is_final, value.args))
 
 
-def _flatten(value: Any, kind: type) -> list[Any]:
-    """The terms of nested sums, or the factors of nested products."""
-    operands, pending = [], [value]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, kind):
-            pending += node.args
-        else:
-            operands.append(node)
-    return operands
-
-
 def _sum_is_final(value: Any) -> bool:
-    terms = _flatten(value, sympy.Add)
+    terms = flatten(value, sympy.Add)
     if sympy.S.Zero in terms:
         return False
     # Terms that are equal without their rational factors can be added.
     kinds = {
-        tuple(sorted(sympy.srepr(x) for x in _flatten(term, sympy.Mul) if not _is_rational(x)))
+        tuple(sorted(sympy.srepr(x) for x in flatten(term, sympy.Mul) if not _is_rational(x)))
         for term in terms
     }
     return len(kinds) == len(terms) and all(map(_is_final, terms))
 
 
 def _product_is_final(value: Any) -> bool:
-    factors = [factor for factor in _flatten(value, sympy.Mul) if factor != -1]
+    factors = [factor for factor in flatten(value, sympy.Mul) if factor != -1]
     above, below, others = [], [], []
     for factor in factors:
         if isinstance(factor, sympy.Rational):

@@ -2,8 +2,8 @@
 
 A reference answer is a number, words or a letter ("Monday", "B", "10:30"), or a formula. Numbers
 are read and compared exactly (`jrl.tasks.answers.numbers`), words as text, and formulas by
-math-verify. Where the reference answer is in final form, an answer that has the same value and is
-still to be worked out is "unevaluated".
+math-verify. If the reference answer is in final form, an answer of the same value that is
+still to be worked out, such as 17 + 25, is "unevaluated".
 """
 
 import functools
@@ -80,7 +80,7 @@ class Judge:
         """The reason of a verdict.
 
         Raises:
-          ValueError: where the reference answer cannot be read.
+          ValueError: if the reference answer cannot be read.
         """
         expected, answer = self._parse_reference(reference), extract(completion)
         if answer is None or not answer.text:
@@ -166,7 +166,7 @@ class Judge:
         return "correct" if is_final else "unevaluated"
 
     def _read_equal(self, reference: Sequence[Any], text: str) -> Sequence[Any]:
-        """The reading of a text that equals that of the reference answer, else empty."""
+        """The reading of a text if it equals the reading of the reference answer, else empty."""
         reading = self._symbolic.read(text)
         return reading if reading and self._symbolic.are_equal(reference, reading) else ()
 
@@ -183,8 +183,7 @@ def _has_unknown_sign(text: str) -> bool:
 
 
 def _is_retracted(text: str, *, marked: bool) -> bool:
-    """True if the words around the formula of a text deny it or bound it, or if a mark in it is not
-    known."""
+    """True if the words around the formula of a text deny or bound it, or a mark is unknown."""
     plain = plain_notation(text[-MAX_CONTEXT:], marked=marked)
     if _has_unknown_sign(plain):
         return True

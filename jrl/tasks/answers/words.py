@@ -59,7 +59,7 @@ _RIGHT = re.compile(
 _CORRECTED = re.compile(r"\b(?:wait|actually|but|however|sorry|or|no|not|instead)\b", re.IGNORECASE)
 _CLOCK = re.compile(r"\d{1,2}:\d{2}(?::\d{2})?(?:\s*[ap]\.?\s?m\.?)?", re.IGNORECASE)
 _SHORT = 4
-"""Maximum number of words of a text without a verb that is judged as an answer."""
+"""Maximum number of words of a text that is an answer though it has no verb."""
 _OPPOSITES = {"yes": "no", "no": "yes", "true": "false", "false": "true"}
 _POLAR = re.compile(
     r"(?<![\w-])(?:yes|true|false)\b"
@@ -78,7 +78,7 @@ _SINGLE_LETTERS = re.compile(
     r"|(?:or|and|as well|unless|because|since)\b)))(?![\w'])"
 )
 _TWO_LETTERS = re.compile(r"(?<![\w'])[A-Z]\)?\s*(?:\b(?:or|and|nor)\b|[,/&])\s*\(?[A-Z](?![\w'])")
-# What an answer is told from: "B, not A", "B (not A)".
+# A rejected answer beside the stated one: "B, not A", "B (not A)".
 _CONTRAST = re.compile(
     r"(?<=[\w)*\"])(?:\s*[,(]\s*(?:and\s+)?(?:not|rather than|instead of)|\s+(?:and not|rather than"
     r"|instead of))\s+[\w()'*]{1,30}(?=\s*(?:[.!?;,\n]|$))",
@@ -160,8 +160,7 @@ def _is_hedged(wanted: str, text: str) -> bool:
 
 
 def _claims(text: str, anchor: re.Pattern[str]) -> Iterator[tuple[str, str]]:
-    """Text before each anchor in its clause, and all text behind it, from the last anchor to the
-    first."""
+    """Text before each anchor in its clause, and all text behind it; the last anchor first."""
     for match in reversed(list(anchor.finditer(text))):
         clause = re.split(r"[.!?,;\n]", text[: match.start()])[-1]
         before = "" if match[0].startswith("?") else f"{clause} {match[0]}"
@@ -186,11 +185,11 @@ def _denied(before: str) -> bool:
 
 
 def _goes_on(after: str) -> bool:
-    """True if what follows an answer names another one, or takes it back."""
+    """True if the text behind an answer names another one, or takes it back."""
     after = after.lstrip(")]*'\"")
     if _NEXT.match(after) or is_offered_behind(after, near=3):
         return True
-    clause, *later = re.split(r"[.,;:!?\n()]+|\b(?:because|since|as|for)\b", after, maxsplit=2)
+    clause = re.split(r"[.,;:!?\n()]|\b(?:because|since|as|for)\b", after, maxsplit=1)[0]
     if is_judged_wrong(re.findall(r"[\w']+", clause.lower())):
         return True
     if clause.strip():
@@ -198,7 +197,8 @@ def _goes_on(after: str) -> bool:
     words = re.findall(r"[\w']+", after.lower())[:12]
     if is_correction(words):
         return True
-    words = re.findall(r"[\w']+", later[0].lower())[:12] if later else []
+    behind = re.split(r"[.,;:!?\n()]+", after, maxsplit=2)[1:2]
+    words = re.findall(r"[\w']+", behind[0].lower())[:12] if behind else []
     return bool(words) and is_retracted(words)
 
 
@@ -242,7 +242,7 @@ def _states_polar(wanted: str, text: str) -> bool | None:
 
 
 def _is_refuted(after: str) -> bool:
-    """True if what follows an answer calls it wrong: "is wrong", "? No"."""
+    """True if the text behind an answer calls it wrong: "is wrong", "? No"."""
     clause = re.split(r"[.,;:!?\n()]+", after, maxsplit=1)[0]
     words = re.findall(r"[\w']+", clause.lower())
     return (len(words) > 1 and is_judged_wrong(words)) or bool(
@@ -267,11 +267,7 @@ def _states_letter(wanted: str, text: str) -> bool | None:
                 r"\b(?:and|or)\W*$", text[: letter.start()]
             )
     if (option := _OPTION.match(text)) is not None:
-        rest = (
-            text[option.end() - 1 :]
-            if text[option.end() - 1 : option.end()] in (",", "\n")
-            else text[option.end() :]
-        )
+        rest = text[option.end() - option[0].endswith((",", "\n")) :]
         other = _OPTION_MARK.search(rest)
         return option[1].casefold() == wanted and other is None and not _goes_on(rest)
     letters = list(_SINGLE_LETTERS.finditer(text))

@@ -44,7 +44,7 @@ class Environment(Protocol):
 
         With the task's `tools` and a chat template, it has "tool_calls" too: OpenAI's fields, with
         arguments that are a mapping, and an "error" in a call that cannot be parsed. A message that
-        was cut at the maximum length of a turn (``--turn-length``) has "truncated", which is true.
+        was cut at the maximum length of a turn (``--turn-length``) has "truncated": true.
 
         Returns:
           Messages, the reward of the policy's turn, and whether the conversation is over. The
@@ -110,7 +110,7 @@ class Conversational(PromptSourceTask):
     """A task whose completions are conversations."""
 
     def __init__(self, prompts: Prompts, host: Host):
-        """Joins prompts and the host of their environments, which is closed with the task."""
+        """Joins prompts and the host of their environments; `close` closes the host."""
         super().__init__(prompts)
         self.environments = host
 

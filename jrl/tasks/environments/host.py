@@ -60,7 +60,7 @@ class Scoring:
 
 @runtime_checkable
 class Host(Protocol):
-    """Environments of conversations, which are identified by numbers."""
+    """Environments of numbered conversations."""
 
     @property
     def scoring(self) -> Scoring: ...

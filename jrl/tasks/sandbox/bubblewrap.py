@@ -108,7 +108,7 @@ def bubblewrap_arguments(*, proc: bool, network: bool) -> list[str]:
 
 @cache
 def visible_arguments(*, network: bool) -> tuple[str, ...]:
-    """Arguments for the visible part of the file system, which is read-only."""
+    """Arguments that make part of the file system visible, read-only."""
     arguments: list[str] = []
     bound: set[Path] = set()
     links: set[Path] = set()

@@ -111,8 +111,7 @@ class Sandbox:
     def _run_process(
         self, command: Sequence[str], cwd: str | None, descriptors: Sequence[int], code: bytes
     ) -> "_Outcome":
-        """Starts the init process, in its folder if there is no sandbox, and ends it when it is
-        done, out of time, or its output is at its maximum."""
+        """Runs the init process to its end, its time limit, or its maximum output."""
         environment = {
             "PATH": os.defpath,
             "HOME": cwd or HOME,

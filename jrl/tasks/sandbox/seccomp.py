@@ -91,7 +91,7 @@ BLOCKED_CALLS: dict[str, tuple[int | None, int | None]] = {
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
 }
-"""Numbers on x86_64 and aarch64; None where the architecture has no such call."""
+"""Numbers on x86_64 and aarch64; None if the architecture lacks the call."""
 CLONE, CLONE3, IOCTL, SOCKET = (56, 220), (435, 435), (16, 29), (41, 198)
 
 # Of linux/bpf_common.h, linux/filter.h and linux/seccomp.h.
@@ -109,11 +109,12 @@ def seccomp_filter(*, network: bool, machine: str | None = None) -> bytes | None
       machine: as named by `os.uname`; None is this one.
     """
     machine = os.uname().machine if machine is None else machine
-    # A 32-bit interpreter would make 32-bit calls only, which are blocked.
+    # A 32-bit interpreter makes only 32-bit calls, and the filter blocks them.
     if machine not in ARCHITECTURES or sys.maxsize < 2**32:
         return None
     column, audit = ARCHITECTURES[machine]
-    lines = [(LOAD, 0, 0, ARCHITECTURE), *fail_unless(EQUAL, audit, errno.ENOSYS)]
+    other = (RETURN, 0, 0, ERROR | errno.ENOSYS)
+    lines = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, audit), other]
     lines.append((LOAD, 0, 0, NUMBER))
     if machine == "x86_64":
         lines += fail_when(AT_LEAST, X32, errno.ENOSYS)
@@ -141,11 +142,6 @@ Line = tuple[int, int, int, int]
 def fail_when(test: int, constant: int, error: int) -> list[Line]:
     """Fails with the error if the test holds."""
     return [(test, 0, 1, constant), (RETURN, 0, 0, ERROR | error)]
-
-
-def fail_unless(test: int, constant: int, error: int) -> list[Line]:
-    """Fails with the error unless the test holds."""
-    return [(test, 1, 0, constant), (RETURN, 0, 0, ERROR | error)]
 
 
 def allow_when(value: int) -> list[Line]:

@@ -133,7 +133,7 @@ class MarkedFormat(ToolFormat):
 
 @cache
 def _tag_or_opening(opening: re.Pattern[str]) -> re.Pattern[str]:
-    """A pattern for the opening of a call, and for reasoning tags, which are its group "tag"."""
+    """A pattern for the opening of a call, and in its group "tag" for reasoning tags."""
     return re.compile(f"(?P<tag>(?i:{_REASONING_TAGS}))|{opening.pattern}", opening.flags)
 
 

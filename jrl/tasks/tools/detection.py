@@ -9,14 +9,16 @@ from jrl.tasks.tools.calls import Call, ToolParameters
 from jrl.tasks.tools.json_calls import (
     DeepSeek,
     DeepSeekNamed,
+    Glm,
     Harmony,
+    Hermes,
     Kimi,
     Llama,
     Mistral,
     MistralNamed,
+    QwenCoder,
 )
 from jrl.tasks.tools.python_calls import FunctionGemma, Gemma4, Olmo, PythonList, ToolCode
-from jrl.tasks.tools.tagged_calls import Glm, Hermes, QwenCoder
 
 
 class Plain(ToolFormat):

@@ -155,7 +155,7 @@ def read_call(literals: Literals, tools: ToolParameters) -> Call:
     """
     name = literals.name()
     if name is None:
-        raise ValueError("no name of a tool stands in it")
+        raise ValueError("it lacks the name of a tool")
     literals.expect("(")
     return Call(name, read_arguments(literals, name, tools))
 
@@ -171,7 +171,7 @@ def read_arguments(literals: Literals, name: str, tools: ToolParameters) -> dict
         if argument is None or not literals.next_is("="):
             literals.position = position
             if len(arguments) >= len(order):
-                raise ValueError("an argument stands there without its name")
+                raise ValueError("an argument lacks its name")
             argument = order[len(arguments)]
         if argument in arguments:
             raise ValueError(f"it gives the argument {argument} twice")
@@ -208,7 +208,7 @@ class Olmo(MarkedFormat):
                 calls.append(self._read_call(literals, tools))
         except ValueError as error:
             return skip_unreadable(text, opened, self._close, str(error))
-        return calls or [unreadable_call("nothing stands in it")], literals.position
+        return calls or [unreadable_call("it is empty")], literals.position
 
     def _read_call(self, literals: Literals, tools: ToolParameters) -> Call:
         return read_call(literals, tools)
@@ -287,7 +287,7 @@ class FunctionGemma(MarkedFormat):
             literals.expect("call:")
             name = literals.name()
             if name is None:
-                raise ValueError("no name of a tool stands in it")
+                raise ValueError("it lacks the name of a tool")
             literals.expect("{")
             call = Call(name, literals.mapping())
         except ValueError as error:

@@ -52,7 +52,7 @@ def program_worker(kind: str, *arguments: str, seconds: float) -> "Worker":
 
 
 def parse_failure(answer: Message | Exception) -> Message:
-    """The answer, or ``{"failure": ..., "message": ...}`` for an error, where the failure is
+    """The answer, or ``{"failure": ..., "message": ...}`` for an error; the failure is
     "timeout" or "error"."""
     if isinstance(answer, Exception):
         kind = "timeout" if isinstance(answer, TimeoutError) else "error"
@@ -277,6 +277,6 @@ def _end(process: "subprocess.Popen[str]", reader: threading.Thread) -> None:
     reader.join()
     for stream in (process.stdin, process.stdout):
         assert stream is not None
-        # Closing writes the rest of the buffer, which has no reader any more.
+        # Closing writes the rest of the buffer, and its reader has ended.
         with contextlib.suppress(BrokenPipeError):
             stream.close()

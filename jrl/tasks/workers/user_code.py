@@ -319,7 +319,7 @@ def messages_of(value: Any) -> list[list[str]]:
                 f"a message has role={role!r} and content={content!r}: the role is one of "
                 f"{', '.join(ROLES)}, the content a text"[:300]
             )
-        # Lone surrogates, which are valid in JSON and which tokenizers reject.
+        # JSON may have lone surrogates, and tokenizers reject them.
         pairs.append([role, _SURROGATES.sub("\ufffd", content)])
     return pairs
 

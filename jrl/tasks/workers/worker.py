@@ -1,19 +1,16 @@
-"""Worker program for code that may hang, fail or do harm, in a separate process.
+"""Worker program for code that may hang, fail or do harm, in a process of its own.
 
-It is started by its path, and not as a part of `jrl`, so that it never loads jax: one process for
-math-verify (``worker.py math``), one for a generator of reasoning-gym (``worker.py gym NAME SEED
-SIZE OPTIONS``), one for a custom reward or custom environments (``worker.py reward
-DESCRIPTION``, ``worker.py environment DESCRIPTION``, see `jrl.tasks.workers.user_code`), or one for
-chat templates (``worker.py template PROGRAM CALLS SECONDS``, see `jrl.text.template_program`). It
-reads one JSON object per line and answers each with another; an exception becomes
-``{"error": ...}``. A reward that is `async` gets multiple questions in one line, and answers each
-in a line of its own.
+It is started by its path, and loads `jrl.tasks.answers` by its path, so that it never loads jax:
 
-math-verify and reasoning-gym pass texts to `eval`, completions of the policy among them. This
-program replaces their parsers by its own.
+    worker.py math RULE                         math-verify
+    worker.py gym NAME SEED SIZE OPTIONS        a generator of reasoning-gym
+    worker.py reward DESCRIPTION                a custom reward (`jrl.tasks.workers.user_code`)
+    worker.py environment DESCRIPTION           custom environments
+    worker.py template PROGRAM CALLS SECONDS    chat templates (`jrl.text.template_program`)
 
-Extraction and comparison of answers are in `jrl.tasks.answers`, which this program loads by its
-path.
+It answers each line, a JSON object, with another; an exception becomes ``{"error": ...}``. An
+`async` reward gets several questions in a line, and answers each in a line. math-verify and
+reasoning-gym pass texts to `eval`, completions among them: the program replaces their parsers.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""The built-in conversations: gold ones score full marks, and sizes hold."""
+"""Built-in conversations: references score full marks within the declared sizes."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def task(request):
 
 
 def played(task, example, number):
-    """What the environment gives in the gold conversation, message by message."""
+    """Replies of the environment to the reference conversation, message by message."""
     host, said, given = environments_of(task, example), [], []
     assert host is not None
     for role, content in example.turns:

@@ -1,4 +1,4 @@
-"""Each built-in task: gold scores full marks, garbage none, and held-out prompts stay held out."""
+"""Built-in tasks: references score full marks, garbage none, and held-out prompts stay out."""
 
 import functools
 import os
@@ -14,38 +14,10 @@ from jrl.text.tokenizer import Tokenizer
 NUM_EXAMPLES = 1000
 
 GARBAGE = [
-    *(
-        "",
-        " ",
-        "\n",
-        "0",
-        "=",
-        "#",
-        "-",
-        ")",
-        "((",
-        "abc",
-        "nan",
-        "1e9",
-        "0x10",
-        "1_0",
-        "None",
-        "--1",
-    ),
-    *(
-        "٣٤٥",
-        "\uff11\uff12\uff13",
-        "²",
-        "½",
-        "é",
-        "\0",
-        "\ud800",
-        "👩‍🚀",
-        "__import__('os')",
-        "#" * 50,
-        "1#2#",
-        ",,",
-    ),
+    *("", " ", "\n", "\0", "\ud800"),
+    *("0", "=", "#", "-", ")", "((", "abc", "nan", "1e9", "0x10", "1_0", "None", "--1", "1#2#"),
+    *("٣٤٥", "\uff11\uff12\uff13", "²", "½", "é", ",,"),
+    *("👩‍🚀", "__import__('os')", "#" * 50),
     *("9" * 100_000, "(" * 100_000, "-" * 100_000, "1+" * 50_000, "#" + "9" * 10_000),
 ]
 
@@ -57,7 +29,7 @@ def task(request) -> Task:
 
 @functools.cache
 def drawn(name: str) -> tuple[list[Example], list[Example]]:
-    """Many examples of the task, those of training and some that are held out."""
+    """Many examples of the task, for training and held out."""
     task = BUILT_IN[name](7)
     train = [task.train(index) for index in range(NUM_EXAMPLES)]
     return train, [task.heldout(index) for index in range(NUM_EXAMPLES // 3)]
@@ -76,13 +48,13 @@ def near_misses(example: Example) -> list[str]:
     ]
 
 
-def test_gold_scores_full_marks(task):
+def test_verify_gives_reference_full_marks(task):
     examples, _ = drawn(task.name)
     verdicts = task.verify(examples, [example.answer for example in examples])
     assert verdicts == [Verdict(1.0, "correct")] * NUM_EXAMPLES
 
 
-def test_garbage_scores_nothing(task):
+def test_verify_gives_garbage_nothing(task):
     for example in [task.train(0), task.heldout(1)]:
         verdicts = task.verify([example] * len(GARBAGE), GARBAGE)
         assert {verdict.score for verdict in verdicts} == {0.0}
@@ -90,7 +62,7 @@ def test_garbage_scores_nothing(task):
         assert verdicts[0].reason == "unparsable"
 
 
-def test_near_misses_score_nothing(task):
+def test_verify_gives_near_misses_nothing(task):
     for index in range(50):
         example = task.train(index)
         misses = near_misses(example)
@@ -98,7 +70,7 @@ def test_near_misses_score_nothing(task):
             assert verdict.score == 0.0, (example, miss)
 
 
-def test_other_answers_score_nothing(task):
+def test_verify_gives_answers_of_other_prompts_nothing(task):
     # An answer of another prompt scores only where the two prompts ask for the same.
     examples = [task.train(index) for index in range(200)]
     answers = [example.answer for example in examples]
@@ -106,7 +78,7 @@ def test_other_answers_score_nothing(task):
     assert sum(verdict.score for verdict in verdicts) <= 2
 
 
-def test_lengths_and_characters_hold(task):
+def test_task_lengths_and_characters_are_exact(task):
     train, heldout = drawn(task.name)
     examples = train + heldout
     assert max(len(example.prompt) for example in examples) == task.max_prompt_length
@@ -124,7 +96,7 @@ def test_heldout_prompts_never_occur_in_training(task):
     assert not train & heldout
 
 
-def test_seed_and_index_decide(task):
+def test_train_depends_on_seed_and_index(task):
     again, other = BUILT_IN[task.name](7), BUILT_IN[task.name](8)
     backwards = [again.train(index) for index in reversed(range(20))]
     assert [task.train(index) for index in range(20)] == backwards[::-1]
@@ -132,7 +104,7 @@ def test_seed_and_index_decide(task):
     assert len({task.train(index).prompt for index in range(20)}) > 10
 
 
-def test_tokenizer_of_the_task_reads_it(task):
+def test_train_characters_encodes_task(task):
     tokenizer = Tokenizer.train_characters(task.characters)
     example = task.train(0)
     assert tokenizer.decode(tokenizer.encode(example.prompt + example.answer)) == (
@@ -140,7 +112,7 @@ def test_tokenizer_of_the_task_reads_it(task):
     )
 
 
-def test_arguments(task):
+def test_task_refuses_index_and_completions(task):
     with pytest.raises(ValueError, match="index=-1 is out of range: it must be 0 or more"):
         task.train(-1)
     with pytest.raises(ValueError, match="completions has 2 entries for 1 examples"):
@@ -158,7 +130,7 @@ for name in ("sort", "addition", "scratchpad", "countdown", "progression"):
 
 
 @pytest.mark.slow
-def test_every_process_draws_the_same(capsys):
+def test_train_is_equal_in_every_process(capsys):
     other = subprocess.run(
         [sys.executable, "-c", PRINT_STREAMS],
         env=os.environ | {"PYTHONHASHSEED": "1"},
@@ -172,7 +144,7 @@ def test_every_process_draws_the_same(capsys):
     assert len(other.splitlines()) == 5
 
 
-def test_streams_do_not_change_with_versions():
+def test_train_stream_is_pinned():
     # A resumed run continues its stream: these were drawn once, and stay.
     assert {name: BUILT_IN[name](0).train(0) for name in BUILT_IN} == {
         "sort": Example("40754516=", "01445567"),
@@ -183,37 +155,46 @@ def test_streams_do_not_change_with_versions():
     }
 
 
-@pytest.mark.parametrize(
-    ("completion", "reason"),
-    [
-        ("11234569", "correct"),
-        ("11234596", "wrong"),
-        ("1123456", "wrong"),
-        ("112345699", "wrong"),
-        ("1123456 9", "unparsable"),
-    ],
-)
-def test_sort(completion, reason):
-    (verdict,) = BUILT_IN["sort"](0).verify([Example("31415926=", "11234569")], [completion])
-    assert verdict.reason == reason
+ANSWERED = {
+    "sort": (
+        Example("31415926=", "11234569"),
+        {
+            "correct": ["11234569"],
+            "wrong": ["11234596", "1123456", "112345699"],
+            "unparsable": ["1123456 9"],
+        },
+    ),
+    "scratchpad": (
+        Example("47+385=", "7+5+0=12,4+8+1=13,0+3+1=04#432"),
+        {
+            "correct": ["#432", "any thoughts, #1#2#432"],
+            "wrong": ["7+5+0=12,4+8+1=13,0+3+1=04#433", "7+5+0=12,4+8+1=13,0+3+1=04#0432"],
+            "unparsable": ["#432#", "#432 ", "432"],
+        },
+    ),
+    "countdown": (
+        Example("3,7,11=40:", "3*11+7"),
+        {
+            "correct": ["3*11+7", "7 + (11*3)", "-(-7)+11*3"],
+            "wrong": [
+                *("7+33", "40", "3*11+7+0", "3*11+7+7-7", "3*11*7"),
+                *("11/(3-3)+7", "(3+7)/(11-11)", "7/(11-11*3/3)"),
+            ],
+            "unparsable": [
+                *("3*11+7=40", "3*11+", "3**11+7", "3\u00d711+7", "3*11+7\n"),
+                "(" * 30 + "3*11+7" + ")" * 30,
+            ],
+        },
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("completion", "reason"),
-    [
-        ("#432", "correct"),
-        ("any thoughts, #1#2#432", "correct"),
-        ("7+5+0=12,4+8+1=13,0+3+1=04#433", "wrong"),
-        ("7+5+0=12,4+8+1=13,0+3+1=04#0432", "wrong"),
-        ("#432#", "unparsable"),
-        ("#432 ", "unparsable"),
-        ("432", "unparsable"),
-    ],
-)
-def test_scratchpad(completion, reason):
-    example = Example("47+385=", "7+5+0=12,4+8+1=13,0+3+1=04#432")
-    (verdict,) = BUILT_IN["scratchpad"](0).verify([example], [completion])
-    assert verdict.reason == reason
+@pytest.mark.parametrize("name", ANSWERED)
+def test_verify_tells_reasons(name):
+    example, completions_by_reason = ANSWERED[name]
+    for reason, completions in completions_by_reason.items():
+        verdicts = BUILT_IN[name](0).verify([example] * len(completions), completions)
+        assert [verdict.reason for verdict in verdicts] == [reason] * len(completions)
 
 
 def test_scratchpad_steps_are_true_and_vary_in_length():
@@ -223,7 +204,7 @@ def test_scratchpad_steps_are_true_and_vary_in_length():
 
 
 def check_steps(example):
-    """The example, whose steps are true."""
+    """Checks the steps of an example, and returns it."""
     left, right = map(int, example.prompt.removesuffix("=").split("+"))
     steps, _, result = example.answer.partition("#")
     assert int(result) == left + right
@@ -248,33 +229,6 @@ def test_long_operands_have_a_heavy_tail(spec, least, most):
     assert len(longest.answer) <= task.max_response_length
     assert len(longest.prompt) == task.max_prompt_length
     assert task.name == f"scratchpad:{spec}"
-
-
-@pytest.mark.parametrize(
-    ("completion", "reason"),
-    [
-        ("3*11+7", "correct"),
-        ("7 + (11*3)", "correct"),
-        ("-(-7)+11*3", "correct"),
-        ("7+33", "wrong"),
-        ("40", "wrong"),
-        ("3*11+7+0", "wrong"),
-        ("3*11+7+7-7", "wrong"),
-        ("3*11*7", "wrong"),
-        ("11/(3-3)+7", "wrong"),
-        ("(3+7)/(11-11)", "wrong"),
-        ("7/(11-11*3/3)", "wrong"),
-        ("3*11+7=40", "unparsable"),
-        ("3*11+", "unparsable"),
-        ("3**11+7", "unparsable"),
-        ("3\u00d711+7", "unparsable"),
-        ("3*11+7\n", "unparsable"),
-        ("(" * 30 + "3*11+7" + ")" * 30, "unparsable"),
-    ],
-)
-def test_countdown(completion, reason):
-    (verdict,) = BUILT_IN["countdown"](0).verify([Example("3,7,11=40:", "3*11+7")], [completion])
-    assert verdict.reason == reason
 
 
 def test_countdown_divides_exactly():
@@ -313,6 +267,6 @@ def test_reasoning_models_may_do_built_in_tasks(name):
 
 @pytest.mark.parametrize("name", list(BUILT_IN))
 def test_no_character_of_a_built_in_task_makes_a_mark(name):
-    """Policies of characters are scored to the letter, as ever."""
+    """Completions of character models are compared literally."""
     characters = BUILT_IN[name](0).characters
     assert not set(characters) & set("<\\ \n\t")

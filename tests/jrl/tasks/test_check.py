@@ -1,4 +1,4 @@
-"""The check of verifiers: what it tries, and what it says."""
+"""Check of verifiers: its attacks and its report."""
 
 import json
 
@@ -119,7 +119,7 @@ def test_generators_that_reward_garbage_are_named():
     assert not any(each.gamed for each in check("gym:basic_arithmetic"))
 
 
-def test_what_cannot_be_checked(file, tmp_path, capsys):
+def test_check_refuses_target(file, tmp_path, capsys):
     for target, why in (
         ("guess", "is scored by its environment, turn by turn"),
         ("srot", "is unknown: did you mean sort"),

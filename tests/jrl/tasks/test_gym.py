@@ -87,7 +87,7 @@ def test_a_chat_model_is_asked_as_the_library_asks(task):
     for example in (task.train(0), task.heldout(0)):
         assert example.instruction == SYSTEM_PROMPTS["default"]
         assert "<answer>" in example.instruction
-        assert example.messages == ()  # and a policy without a template reads the prompt alone
+        assert example.messages == ()  # if there is no template, the policy reads the prompt alone
 
 
 @pytest.mark.slow

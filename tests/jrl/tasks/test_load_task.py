@@ -1,4 +1,4 @@
-"""Tasks by name, and the parser that stands in for sympy's."""
+"""Tasks by name, and the replacement of sympy's parser."""
 
 import pytest
 import sympy
@@ -67,7 +67,7 @@ def test_names_given_to_the_parser_come_first():
     assert parse_expr("2*E", local_dict={"E": x}) == 2 * x
 
 
-def test_what_is_not_evaluated_stays_as_written():
+def test_load_task_keeps_unevaluated_answer():
     tower = parse_expr("9**9**9**9", evaluate=False)
     assert isinstance(tower, sympy.Pow)
     assert str(parse_expr("1 + 2", evaluate=False)) == "1 + 2"

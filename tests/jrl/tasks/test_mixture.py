@@ -1,4 +1,4 @@
-"""Several tasks in one: whose turn it is, who judges, and what is held out."""
+"""Mixtures of tasks: order, verdicts and held-out prompts."""
 
 from collections import Counter
 
@@ -19,7 +19,7 @@ def test_turns_follow_the_weights():
     assert [turns[index][1] for index in range(90) if given[index] == 1] == list(range(20))
 
 
-def test_turns_pass_over_what_is_used_up():
+def test_round_robin_skips_exhausted_tasks():
     turns = WeightedRoundRobin([1.0, 1.0], [2, 5])
     assert [turns[index] for index in range(7)] == [
         *((0, 0), (1, 0), (0, 1), (1, 1)),

@@ -1,4 +1,4 @@
-"""A task of a user's own: found, asked in worker processes, its failures counted by their kinds."""
+"""Custom tasks: loading, rewards in worker processes, and failures by kind."""
 
 import sys
 
@@ -68,7 +68,7 @@ def task(tmp_path_factory):
     made.close()
 
 
-def test_prompts_are_split_and_answers_are_texts(task):
+def test_custom_task_splits_prompts(task):
     assert isinstance(task, Task)
     assert task.heldout_size is not None and 1 <= task.heldout_size < 10
     example = task.train(0)
@@ -77,7 +77,7 @@ def test_prompts_are_split_and_answers_are_texts(task):
     assert example.record == {"answer": 2 * first, "terms": [first, first]}
 
 
-def test_parts_are_weighed_and_full_marks_are_correct(task):
+def test_custom_task_weighs_components(task):
     example = task.train(0)
     right, long, wrong, bare = task.verify(
         [example] * 4, [example.answer, "0000", example.answer + "0000", "bare"]
@@ -89,7 +89,7 @@ def test_parts_are_weighed_and_full_marks_are_correct(task):
     assert task.verify([example], ["7"])[0].reason == "partial"
 
 
-def test_failures_are_counted_by_their_kinds_and_end_nothing(task, capsys):
+def test_custom_task_counts_failures_by_kind(task, capsys):
     example = task.train(1)
     asked = ["raises", "waits", "nan", "text", "none", "part", example.answer]
     verdicts = task.verify([example] * len(asked), asked)
@@ -103,7 +103,7 @@ def test_failures_are_counted_by_their_kinds_and_end_nothing(task, capsys):
     assert said.count("warning: ") == 3  # the others are counted, and not told
 
 
-def test_weights_of_the_command_line_come_first(file):
+def test_reward_weights_of_settings_come_first(file):
     settings = RewardSettings(weights=("short=3", "right=0.5"))
     task = load_task("sums.py:make", 0, workers=1, rewards=settings)
     example = task.train(0)
@@ -114,7 +114,7 @@ def test_weights_of_the_command_line_come_first(file):
         load_task("sums.py:make", 0, workers=1, rewards=settings)
 
 
-def test_several_rewards_stand_beside_a_tasks_own_or_in_its_place(file):
+def test_rewards_beside_and_instead_of_own_reward(file):
     settings = RewardSettings(("task", "sums.py:length"), ("length=2",))
     task = load_task("sort", 0, workers=1, rewards=settings)
     example = task.train(0)
@@ -130,7 +130,7 @@ def test_several_rewards_stand_beside_a_tasks_own_or_in_its_place(file):
     alone.close()
 
 
-def test_workers_keep_to_the_file_that_they_began_with(file):
+def test_workers_keep_first_version_of_file(file):
     settings = RewardSettings(("sums.py:length",))
     task = load_task("sort", 0, workers=1, rewards=settings)
     file.write_text(SOURCE.replace("len(completion) / 4", "0"))
@@ -140,7 +140,7 @@ def test_workers_keep_to_the_file_that_they_began_with(file):
     task.close()
 
 
-def test_copies_come_before_what_lies_at_the_path(file):
+def test_load_task_prefers_copy_to_original_file(file):
     files = custom_files("2 sums.py:make + sort", ("task", "sums.py:length"))
     assert files == {copy_name("sums.py"): SOURCE.encode()}
     kept = {copy_name("sums.py"): SOURCE.replace("= 30", "= 5").encode()}
@@ -149,7 +149,7 @@ def test_copies_come_before_what_lies_at_the_path(file):
     task.close()
 
 
-def test_a_module_will_do(file, monkeypatch):
+def test_load_task_from_module(file, monkeypatch):
     monkeypatch.syspath_prepend(str(file.parent))
     assert custom_files("sums:make", ()) == {}
     task = load_task("sums:make", 0, workers=1)
@@ -172,7 +172,7 @@ class make:
 """
 
 
-def test_prompts_may_be_drawn(file):
+def test_custom_task_generates_prompts(file):
     file.write_text(DRAWN)
     task = load_task("sums.py:make", 3, workers=1, held_out="0.3")
     assert task.heldout_size is None
@@ -185,7 +185,7 @@ def test_prompts_may_be_drawn(file):
 
 
 @pytest.mark.parametrize("source", [SOURCE, DRAWN])
-def test_prompts_do_not_depend_on_where_the_file_is(tmp_path, source):
+def test_custom_prompts_are_independent_of_path(tmp_path, source):
     streams = []
     for folder in ("here", "there"):
         (tmp_path / folder).mkdir()
@@ -234,7 +234,7 @@ def test_prompts_do_not_depend_on_where_the_file_is(tmp_path, source):
         ),
     ],
 )
-def test_tasks_that_are_refused(file, source, message):
+def test_load_task_refuses_custom_task(file, source, message):
     file.write_text(source)
     with pytest.raises(ValueError, match=message):
         load_task("sums.py:make", 0, workers=1)
@@ -251,12 +251,12 @@ def test_tasks_that_are_refused(file, source, message):
         ({"rewards": ("task", "task")}, r"reward=task is given twice"),
     ],
 )
-def test_settings_that_are_refused(settings, message):
+def test_reward_settings_refuse_value(settings, message):
     with pytest.raises(ValueError, match=message):
         RewardSettings(**settings)
 
 
-def test_references_that_are_refused(file):
+def test_load_task_refuses_reference(file):
     with pytest.raises(ValueError, match=r"absent\.py:make: absent\.py cannot be read: No such"):
         load_task("absent.py:make", 0)
     with pytest.raises(ValueError, match=r"'sums\.py' names nothing: write path/to/file.py:name"):
@@ -265,7 +265,7 @@ def test_references_that_are_refused(file):
         load_task("sort", 0, rewards=RewardSettings(weights=("a=1",)))
 
 
-def test_a_file_that_imports_its_neighbour_or_has_no_such_name(file):
+def test_load_task_refuses_import_of_neighbour_and_missing_name(file):
     (file.parent / "neighbour.py").touch()
     file.write_text("import neighbour\ndef make(prompt, completion): return 1")
     beside = r"No module named 'neighbour': a run has a copy of sums\.py alone.* or install it as a"
@@ -302,8 +302,8 @@ async def reward(prompt, completion):
 
 
 @pytest.mark.slow
-def test_async_rewards_of_a_worker_wait_beside_each_other(tmp_path):
-    """Four go on when all four are there, each with its own time and its own end."""
+def test_async_rewards_run_concurrently(tmp_path):
+    """Four calls wait for each other; each has its own time limit and result."""
     path = tmp_path / "together.py"
     path.write_text(TOGETHER)
     reward = CustomReward(parse_reference(f"{path}:reward"), makes=False, seconds=0.7, workers=1)
@@ -328,9 +328,9 @@ def others(prompt, completion, **record):
 """
 
 
-def test_a_reward_may_ask_for_special_tokens(file):
-    """Those of completions that are one text without them are told apart; who does not name the
-    argument is not given it."""
+def test_reward_gets_special_tokens_by_parameter(file):
+    """Completions of equal text may differ in special tokens. A reward gets them if it names the
+    parameter."""
     file.write_text(SPECIAL)
     rewards = RewardSettings(("sums.py:named", "sums.py:others"), ("others=100",))
     task = load_task("sort", 0, rewards=rewards, workers=1)

@@ -1,4 +1,4 @@
-"""Prompts from files of several kinds, and which of them are held out."""
+"""Prompts from files of several kinds, and their held-out share."""
 
 import json
 
@@ -24,7 +24,7 @@ def listed(path, heldout=None, kind="jsonl"):
 
 
 def prompts(task):
-    """Those of training and those held out."""
+    """Examples for training and held out."""
     heldout = [task.heldout(index).prompt for index in range(task.heldout_size)]
     train = [task.train(index).prompt for index in range(len(task.examples) - len(heldout))]
     return set(train), set(heldout)
@@ -54,7 +54,7 @@ def test_a_number_is_held_out(tmp_path, given, size):
     assert len(heldout) == size and len(train) == 40 - size and not train & heldout
 
 
-def test_a_larger_share_holds_out_what_a_smaller_does(tmp_path):
+def test_held_out_share_keeps_prompts_of_smaller_share(tmp_path):
     path = written(tmp_path / "a.jsonl")
     (_, few), (train, many) = (prompts(listed(path, share)) for share in (None, "0.4"))
     assert few < many and not train & many

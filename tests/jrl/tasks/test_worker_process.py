@@ -1,4 +1,4 @@
-"""A worker that hangs, dies or does not start costs one answer, and leaves no process behind."""
+"""Worker that hangs, dies or does not start: it costs one answer and leaves no process."""
 
 import os
 import queue
@@ -6,10 +6,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 
 import pytest
+from confinement import runs, wait_until
 from tiers import full_but
 
 from jrl.tasks.workers.process import Worker, WorkerEnded, next_line
@@ -42,14 +42,6 @@ def worker():
     made.close()
 
 
-def runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def in_a_thread(function):
     outcome = []
     thread = threading.Thread(target=lambda: outcome.append(function()))
@@ -58,7 +50,7 @@ def in_a_thread(function):
     return outcome[0]
 
 
-def test_one_process_answers_all(worker):
+def test_worker_answers_in_one_process(worker):
     first = worker.ask({"text": "é\n\ud800"})
     assert first.pop("text") == "é\n\ud800"
     assert worker.ask({})["pid"] == first["pid"] != os.getpid()
@@ -66,7 +58,7 @@ def test_one_process_answers_all(worker):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("question", full_but([{"sleep": 600}, {"power": 10**9}], {"power": 10**9}))
-def test_a_timeout_off_the_main_thread(worker, question):
+def test_worker_timeout_off_the_main_thread(worker, question):
     def ask():
         pid = worker.ask({})["pid"]
         with pytest.raises(TimeoutError, match=r"no answer within 1\.0 seconds"):
@@ -79,40 +71,40 @@ def test_a_timeout_off_the_main_thread(worker, question):
     assert not runs(pid)
 
 
-def test_a_question_may_have_its_own_limit():
+def test_worker_ask_with_its_own_time_limit():
     worker = Worker(COMMAND, seconds=0.1)
     assert worker.ask({"sleep": 0.4}, seconds=30.0)["sleep"] == 0.4
     worker.close()
 
 
-def test_a_process_that_dies(worker):
+def test_worker_raises_error_of_process_that_dies(worker):
     with pytest.raises(WorkerEnded, match="ended before it answered"):
         worker.ask({"exit": 3})
     assert worker.ask({"next": 3})["next"] == 3
 
 
-def test_a_process_that_died_between_questions(worker):
+def test_worker_restarts_process_that_died_idle(worker):
     pid = worker.ask({})["pid"]
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert worker.ask({"next": 3})["next"] == 3
 
 
-def test_a_program_that_does_not_start():
+def test_worker_reports_program_that_does_not_start():
     worker = Worker([*COMMAND, "broken"])
     with pytest.raises(WorkerEnded, match="no such library"):
         worker.ask({})
     worker.close()
 
 
-def test_a_program_that_never_greets():
+def test_worker_limits_time_of_start():
     worker = Worker([sys.executable, "-c", "input()"], startup_seconds=0.2)
     with pytest.raises(TimeoutError, match=r"0\.2 seconds"):
         worker.ask({})
     worker.close()
 
 
-def test_threads_share_a_worker(worker):
+def test_worker_is_shared_by_threads(worker):
     answers = []
     threads = [
         threading.Thread(target=lambda n=n: answers.append((n, worker.ask({"n": n})["n"])))
@@ -125,7 +117,7 @@ def test_threads_share_a_worker(worker):
     assert sorted(answers) == [(n, n) for n in range(7)]
 
 
-def test_close(worker):
+def test_worker_close_ends_process(worker):
     pid = worker.ask({})["pid"]
     worker.close()
     assert not runs(pid)
@@ -134,7 +126,7 @@ def test_close(worker):
         worker.ask({})
 
 
-def test_a_forgotten_worker_is_ended():
+def test_forgotten_worker_is_ended():
     worker = Worker(COMMAND)
     pid = worker.ask({})["pid"]
     with warnings.catch_warnings():
@@ -144,7 +136,7 @@ def test_a_forgotten_worker_is_ended():
 
 
 @pytest.mark.slow
-def test_the_worker_ends_with_a_killed_parent(tmp_path):
+def test_worker_ends_with_killed_parent(tmp_path):
     parent = (
         "import os, signal, sys; from jrl.tasks.workers.process import Worker\n"
         f"print(Worker({COMMAND!r}).ask({{}})['pid'], flush=True)\n"
@@ -155,15 +147,12 @@ def test_the_worker_ends_with_a_killed_parent(tmp_path):
     with output.open("w") as file:
         subprocess.run([sys.executable, "-c", parent], stdout=file, check=False)
     pid = int(output.read_text())
-    deadline = time.monotonic() + 20
-    while runs(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not runs(pid)
+    wait_until(lambda: not runs(pid), "the worker outlives its parent")
 
 
-def test_time_in_which_this_process_is_frozen_does_not_count():
+def test_next_line_excludes_frozen_time():
     class Lines:
-        """Each wait lasts as long as it says, and the answer comes with the last."""
+        """Waits of the given lengths; the last one brings the answer."""
 
         def __init__(self, *lasting):
             self.lasting, self.now, self.waits = list(lasting), 0.0, []

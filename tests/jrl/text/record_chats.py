@@ -54,9 +54,9 @@ def joined(ids):
 
 
 def of_talk(tokenizer, messages):
-    """The tokens of the whole and those of the prompt, or how many the whole begins with; whether
-    the tokenizer puts a beginning before the text; first token of the last turn, the one behind its
-    end, and its end. None where the template refuses it."""
+    """Tokens of the whole and of the prompt (their number if the whole begins with them); whether
+    the tokenizer adds a beginning; first token of the last turn, the token behind its end, and its
+    end. None if the template rejects the conversation."""
 
     def text(messages, **more):
         return tokenizer.apply_chat_template(messages, tokenize=False, **more)

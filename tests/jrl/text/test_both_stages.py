@@ -1,4 +1,4 @@
-"""Supervised fine-tuning and reinforcement read the same conversation in the same record."""
+"""Supervised fine-tuning and RL encode a record's conversation alike."""
 
 import json
 from dataclasses import replace
@@ -45,13 +45,13 @@ WRITES_OTHERWISE = {
     ("mistral", name)
     for name in ("TRL's", "messages and an answer", "ShareGPT's", "ShareGPT's with a system field")
 }
-"""Templates that write a prompt otherwise where an answer follows: Mistral's has the system message
+"""Templates that write a prompt otherwise if an answer follows: Mistral's has the system message
 before a user's turn that is the last, and nowhere else."""
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_records_in_templates_of_many_families(name, tmp_path):
-    """A prompt is what sft has before the turn that it learns; or both refuse the record."""
+    """The prompt is the context of the learned turn in sft, or both stages refuse the record."""
     tokenizer = checkpoint_tokenizer(write(tmp_path, "bytes", name), 600)
     template = ChatTemplate(tokenizer)
     both = PromptFormat(tokenizer, template), ChatFormat(tokenizer, template, last=True)
@@ -118,7 +118,7 @@ def test_a_null_reaches_templates_that_look_for_it(tokenizer):
 
 
 def test_arguments_of_a_call_for_templates_that_add_texts(tokenizer):
-    """As DeepSeek's, which puts them into a text, beside those that write JSON of them."""
+    """Templates that concatenate arguments as text (DeepSeek's), and templates that write JSON."""
     for name in ("a call", "a call as JSON"):
         conversation = PromptFormat(tokenizer).conversation(example_of(RECORDS[name][0], "f:1"))
         source = (

@@ -26,7 +26,7 @@ QUICK = [(template, "bytes") for template in TEMPLATES] + [("chatml", kind) for 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The format of a template and a kind of tokenizer."""
+    """The format with a template and a kind of tokenizer."""
     folder = tmp_path_factory.mktemp("kinds")
 
     def of(template, kind):
@@ -87,7 +87,7 @@ def test_the_token_that_ends_a_turn(made, template, kind):
 
 @pytest.mark.parametrize(("template", "kind"), full_but(CASES, *QUICK))
 def test_all_turns_end_and_the_last_is_as_alone(made, template, kind):
-    """The first turn of two, where the template writes the beginning as at the beginning of all."""
+    """The first of two turns, if the template writes the first messages as in the whole."""
     format = made(template, kind)
     tokenizer, chat = format.tokenizer, chat_of({"messages": talk("two")}, "f:1")
     try:
@@ -108,7 +108,7 @@ def test_all_turns_end_and_the_last_is_as_alone(made, template, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_tokens_in_a_text_are_text(made, kind):
-    """As `transformers` has it with ``split_special_tokens``; but what is no special token."""
+    """As in `transformers` with ``split_special_tokens``, for special tokens only."""
     tokenizer = made("chatml", kind).tokenizer
     for text, recorded in SPELLED[kind].items():
         mark = "\ue000"
@@ -128,7 +128,7 @@ def test_special_tokens_in_a_text_are_text(made, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_places_cover_the_text(made, kind):
-    """Each token has its characters, and together they have all, in their order."""
+    """Spans of the tokens cover the text, in order."""
     tokenizer = made("chatml", kind).tokenizer
     text = "<|im_start|>user\n  How many é\t早 \U0001f58a pens?<|im_end|>\n"
     plain = tokenizer.encode_special_spans(text)
@@ -147,7 +147,7 @@ def test_places_cover_the_text(made, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_beginning_of_sequence_comes_once(made, kind):
-    """Before a text that a template wrote already, a prompt and what is learned alike."""
+    """A beginning that the template wrote is not repeated, in prompts and in training."""
     tokenizer = made("inst", kind).tokenizer
     written = f"{BEGIN}[INST] How many? [/INST]"
     format = PromptFormat(tokenizer)
@@ -160,8 +160,8 @@ def test_a_beginning_of_sequence_comes_once(made, kind):
 
 
 @pytest.mark.parametrize(("template", "kind"), full_but(CASES, *QUICK))
-def test_what_answers_a_turn_follows_its_end(made, template, kind):
-    """The prompt, a turn as it was sampled with its end, and the answer are the whole."""
+def test_answer_follows_end_of_turn(made, template, kind):
+    """Prompt, sampled turn with its end, and answer concatenate to the whole."""
     format = made(template, kind)
     tokenizer, written = format.tokenizer, TALKS["two"]
     if tokenizer.usage.turn_end is None or template in ("olmo3", "gpt_oss"):

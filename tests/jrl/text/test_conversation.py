@@ -1,4 +1,4 @@
-"""Turns as tokens: what stands between two turns of the policy, with a template and without."""
+"""Tokens between two turns of the policy, with a template and with none."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def with_template(tokenizer, source):
     return PromptFormat(tokenizer, ChatTemplate(tokenizer))
 
 
-def test_a_template_lays_out_what_follows_the_end_of_a_turn(tokenizer):
+def test_answer_ids_with_template(tokenizer):
     format = with_template(tokenizer, TEMPLATE)
     prompt, before = Example("2+2?", "4"), (("assistant", f" 3 {TURN}x"),)
     after = (("user", f"No{TURN}."),)

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint say about its tokenizer: ends, beginnings, templates."""
+"""Tokenizer settings in the files of a checkpoint: ends, beginnings, templates."""
 
 import json
 

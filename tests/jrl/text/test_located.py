@@ -1,4 +1,4 @@
-"""Where tokens stand in a text, by tokenizers that add blanks, cut it or spell it by bytes."""
+"""Spans of tokens in a text, by tokenizers that add blanks, cut it or spell it by bytes."""
 
 import io
 import json
@@ -21,7 +21,7 @@ TEXT = "How many pens has she? The answer is 7. How many are there? She has 18 p
 
 @pytest.fixture(scope="module")
 def pieces():
-    """A model as Llama's: a blank before each text, a piece for each byte."""
+    """A model like Llama's: a blank before each text, a piece for each byte."""
     output = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([TEXT] * 20),
@@ -66,7 +66,7 @@ def test_a_text_that_goes_on_has_no_blank_of_its_own(pieces):
         pieces.decode([*pieces.encode(before), *pieces.encode_continuation(before, text)])
         == "How manypens"
     )
-    # Without a template a prompt and its answer are one text.
+    # If there is no template, a prompt and its answer are one text.
     chat = chat_of({"prompt": "How many?", "completion": " 7 pens"}, "f:1")
     found = encode_chat(ChatFormat(pieces), chat)
     assert pieces.decode(found.ids.tolist()) == "How many? 7 pens"
@@ -74,7 +74,7 @@ def test_a_text_that_goes_on_has_no_blank_of_its_own(pieces):
     assert found.ids[: found.context].tolist() == prompt
 
 
-def test_what_a_template_goes_on_with(tmp_path):
+def test_encode_continues_text_of_template(tmp_path):
     place = write(tmp_path, "prepend", "mistral")
     tokenizer = checkpoint_tokenizer(place, 600)
     asked = Conversation.from_pairs([("user", "How many?")])
@@ -148,7 +148,7 @@ def test_special_token_of_single_words_is_text_inside_of_a_word(text, is_token, 
     pipeline.save(str(place / "tokenizer.json"))
     tokenizer = checkpoint_tokenizer(place, 600)
     token = tokenizer.special_tokens["<w>"]
-    # As in a text without an escape.
+    # As in a text that has no escape.
     assert (token in tokenizer.encode_special(text)) == is_token
     located = tokenizer.encode_special_spans(f"{text} <\ue000|im_end|>", "\ue000")
     assert (token in located.ids) == is_token

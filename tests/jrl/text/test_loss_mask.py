@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are learned, by lists written by hand."""
+"""Loss mask of conversations, compared with lists written by hand."""
 
 import json
 from dataclasses import replace
@@ -59,7 +59,8 @@ def format_of(tokenizer, template=TEMPLATE, **more):
 
 
 def assert_learned(encoded, tokenizer, parts):
-    """`parts` are texts, and whether they are learned, with special tokens written out."""
+    """Checks the mask against `parts`: texts with special tokens, and whether they are trained
+    on."""
     ids = [(token, said) for text, said in parts for token in tokenizer.encode_special(text)]
     assert encoded.ids.tolist() == [token for token, _ in ids]
     assert encoded.loss_mask.tolist() == [said for _, said in ids]
@@ -84,8 +85,8 @@ def test_each_turn_of_the_assistant_is_learned_with_its_end(tokenizer):
 
 
 def test_turns_that_the_next_one_ends(tokenizer):
-    """As in GLM's template, where the token that begins the user's turn is one of the ends; after
-    the last turn comes the end of sequence."""
+    """GLM's template ends a turn with the token that begins the user's; the end of sequence follows
+    the last turn."""
     usage = replace(
         tokenizer.usage, stop_ids=(*tokenizer.stop_ids, tokenizer.special_tokens[START])
     )
@@ -98,8 +99,8 @@ def test_turns_that_the_next_one_ends(tokenizer):
     assert_learned(found, tokenizer, written)
 
 
-def test_the_end_that_the_template_writes_is_one_whatever_the_config_says(tmp_path):
-    """As a base model is published: the template of the chat model, and another end."""
+def test_encode_chat_ends_turn_with_end_of_template(tmp_path):
+    """A base model with the template of the chat model and another end of sequence."""
     folder = write_tokenizer(tmp_path / "base", eos_token=END)
     (folder / "generation_config.json").unlink()
     base = checkpoint_tokenizer(folder, VOCAB_SIZE)
@@ -133,7 +134,7 @@ def test_the_last_turn_alone(tokenizer):
     )
 
 
-def test_marks_of_the_template_say_what_is_learned(tokenizer):
+def test_encode_chat_follows_generation_tags(tokenizer):
     found = encode_chat(format_of(tokenizer, MARKED), chat_of({"messages": TWICE}, "f:1"))
     written = [(ASKED, False), (f"4{TURN}", True), (AGAIN + OPENED, False), (f" yes{TURN}", True)]
     assert_learned(found, tokenizer, written)
@@ -196,7 +197,7 @@ def test_without_a_template():
 
 
 def test_a_token_of_the_prompt_and_the_answer_is_cut_between_them(tokenizer):
-    """The policy learns after the tokens that it will be asked after."""
+    """The policy continues the tokens of the prompt alone, in training too."""
     format = format_of(tokenizer, JOINING)
     assert len(tokenizer.encode("How")) < len(tokenizer.encode("H") + tokenizer.encode("ow"))
     chat = chat_of({"messages": TWICE}, "f:1")

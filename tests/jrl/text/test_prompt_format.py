@@ -1,5 +1,4 @@
-"""Examples become prompts: as they are, or as the conversation that the checkpoint was trained
-on."""
+"""Prompts of examples: plain, or as the conversation of a chat template."""
 
 from dataclasses import replace
 
@@ -45,7 +44,7 @@ def test_a_system_prompt_comes_first_unless_the_conversation_has_one(tokenizer):
 
 
 def test_an_instruction_is_for_chat_models_alone(tokenizer, tmp_path):
-    """As gym's prompts have one: how an answer is to be given."""
+    """Prompts of gym have an instruction on the form of answers."""
     asked = replace(ASKED, instruction="Use <answer> tags.")
     told = turn("system", "Use <answer> tags.") + turn("user", "1+1?") + BEGUN
     assert read(prompt_format(RunConfig(), tokenizer), asked) == told

@@ -1,4 +1,4 @@
-"""Texts as arrays: padding, ends, and special tokens in a completion."""
+"""Prompts as arrays: padding, ends, and special tokens in a completion."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,8 @@ from jrl.tasks.answers import extract
 from jrl.tasks.answers.extraction import UNREADABLE
 from jrl.text.conversation import reference_rows
 from jrl.text.json_tokenizer import checkpoint_tokenizer
-from jrl.text.prompt_format import encode_prompt, opened_reasoning, text_of
+from jrl.text.prompt_format import encode_prompt, opened_reasoning, text_of, token_texts
+from jrl.text.tokenizer import Tokenizer
 
 
 def test_prompts_are_padded_on_the_left():
@@ -60,7 +61,7 @@ def test_special_tokens_inside_a_completion_show():
 
 
 def test_marks_of_reasoning_are_written_out(tmp_path):
-    """Where they are special tokens, a verifier has to know where reasoning ends all the same."""
+    """A verifier needs the end of reasoning, even if the mark is a special token."""
     folder = write_tokenizer(tmp_path / "qwen")
     made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     made.add_special_tokens(["[THINK]", "[/THINK]"])
@@ -79,3 +80,28 @@ def test_marks_of_reasoning_are_written_out(tmp_path):
     assert opened_reasoning(tokenizer, [begin, *turn, end]) == ""
     assert opened_reasoning(tokenizer, [begin, *turn]) == ""
     assert opened_reasoning(tokenizer, []) == ""
+
+
+class Bytes(Tokenizer):
+    """Ids are bytes; 256 is a special token."""
+
+    def __init__(self):
+        pass
+
+    def decode_special(self, ids, unknown=""):
+        runs = "".join(chr(i) for i in ids).split(chr(256))
+        return "<end>".join(run.encode("latin-1").decode("utf-8", "replace") for run in runs)
+
+
+def test_token_texts_gives_character_to_its_last_token():
+    ids = [*"aé".encode(), *"😀".encode(), 256, ord("b")]
+    assert token_texts(Bytes(), ids) == ["a", "", "é", "", "", "", "😀", "<end>", "b"]
+    assert token_texts(Bytes(), list("é".encode()[:1])) == ["\ufffd"]
+
+
+def test_token_texts_concatenate_to_text():
+    tokenizer = Tokenizer.train_characters("ab 1")
+    ids = [*tokenizer.encode("a b1"), *tokenizer.stop_ids, *tokenizer.encode(" a")]
+    found = token_texts(tokenizer, ids)
+    assert len(found) == len(ids) and "".join(found) == tokenizer.decode_special(ids)
+    assert token_texts(tokenizer, []) == []

@@ -1,4 +1,4 @@
-"""Tokens that several files of a checkpoint give ids: refused where they differ."""
+"""Token ids in several files of a checkpoint: refused if they differ."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The tokeniser gives every text back, refuses what it cannot, and writes the same file."""
+"""Tokenizer: restores every text, refuses unknown characters, and saves the same file."""
 
 import io
 import os

@@ -1,5 +1,5 @@
-"""Tools in a conversation: the format of a template, what an environment is given of a turn, and
-the tokens of an answer."""
+"""Tools in a conversation: format of a template, messages for an environment, tokens of an
+answer."""
 
 import json
 from dataclasses import replace
@@ -49,7 +49,7 @@ def made(tmp_path_factory):
 
 
 def called(format, calls=SAID):
-    """A turn that calls, as the policy writes it up to its stop token."""
+    """A turn with calls, as the policy writes it up to its stop token."""
     text = format.tool_format.render(calls)
     return next((text.removesuffix(stop) for stop in STOPS if text.endswith(stop)), text)
 
@@ -121,7 +121,7 @@ def test_an_environment_is_given_the_calls(made, name):
     assert plain == {"role": "assistant", "content": text}
 
 
-def test_what_cannot_be_read_is_said_in_the_message(made):
+def test_environment_messages_have_error_of_unparsed_call(made):
     format = made(TEMPLATES["hermes"].source)
     (message,) = environment_messages(format, EXAMPLE, ["<tool_call>{</tool_call>"])
     (call,) = message["tool_calls"]

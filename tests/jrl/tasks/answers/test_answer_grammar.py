@@ -31,42 +31,21 @@ BOUNDS = [
     *("more than {}", "less than {}", "at least {}", "at most {}", "{} at most", "{} at least"),
     *("over {}", "under {}", "above {}", "below {}", "up to {}", "{} or more", "{} or less"),
     *("no more than {}", "not less than {}", "just under {}", "{} and up", "exceeding {}"),
-    *(
-        "It is greater than {}.",
-        "It costs over {}.",
-        "There are {} or more of them.",
-        "close to {}",
-    ),
+    *("It is greater than {}.", "It costs over {}.", "There are {} or more of them."),
+    "close to {}",
     *("between {} and []", "from [] to {}", "≥ {}", "< {}", "{}+", "{} give or take 1"),
 ]
 PARTS = [
-    *(
-        "half of {}",
-        "twice {}",
-        "double {}",
-        "a third of {}",
-        "{} dozen",
-        "{} hundred",
-        "{} million",
-    ),
-    *(
-        "10% of {}",
-        "the square root of {}",
-        "{} thousand",
-        "three quarters of {}",
-        "the opposite of {}",
-    ),
+    *("half of {}", "twice {}", "double {}", "a third of {}", "{} dozen", "{} hundred"),
+    "{} million",
+    *("10% of {}", "the square root of {}", "{} thousand", "three quarters of {}"),
+    "the opposite of {}",
     *(r"\pm {}", "± {}", "{} ± 1", "plus or minus {}", "{} plus or minus 1", "√{}", "{}‰", "{}k"),
 ]
 HEDGES = [
     *("{} or []", "[] or {}", "{}, or []", "{}? Or []?", "either {} or []", "{} or maybe []"),
-    *(
-        "{}, maybe []",
-        "{} / []",
-        "{} and []",
-        r"\boxed{{}} or \boxed{[]}",
-        r"\boxed{[]} or \boxed{{}}",
-    ),
+    *("{}, maybe []", "{} / []", "{} and []", r"\boxed{{}} or \boxed{[]}"),
+    r"\boxed{[]} or \boxed{{}}",
     *("<answer>{}</answer> or <answer>[]</answer>", "<answer>[]</answer>, or <answer>{}</answer>"),
     *("The answer is {} or [].", "The answer is either [] or {}.", "It is {}, or possibly []."),
     *(r"\boxed{{} \text{ or } []}", "{}; []", "perhaps [], perhaps {}"),
@@ -81,19 +60,11 @@ DECORATIONS = [
 ]
 STATEMENTS = [
     *("{}", "**{}**", "The answer is {}.", "Answer: {}", "It is {}.", "#### {}", "$${}$$", "({})"),
-    *(
-        r"\boxed{{}}",
-        "<answer>{}</answer>",
-        "So it is {}.",
-        "Not [], but {}.",
-        "The answer is {}, not [].",
-    ),
+    *(r"\boxed{{}}", "<answer>{}</answer>", "So it is {}.", "Not [], but {}."),
+    "The answer is {}, not [].",
     *("[] is wrong, so it is {}.", "The answer is {}. I am sure.", "The final answer is\n\n{}"),
-    *(
-        "It can't be [], so the answer is {}.",
-        "Therefore, the answer is **{}**.",
-        "I think it is {}.",
-    ),
+    *("It can't be [], so the answer is {}.", "Therefore, the answer is **{}**."),
+    "I think it is {}.",
     *(r"\boxed{[]} is too much, hence \boxed{{}}", "<think>[] or {}?</think>{}", "A: {}"),
 ]
 
@@ -118,7 +89,7 @@ def filled(pattern, right, other):
 
 @pytest.mark.parametrize("kind", ["denials", "bounds", "parts", "hedges"])
 @pytest.mark.parametrize("answers", [NUMBERS, FORMULAS, WORDS, LETTERS], ids=lambda each: each[0])
-def test_grammar_of_what_is_taken_back_scores_nothing(judge, kind, answers):
+def test_judge_rejects_grammar_of_retractions(judge, kind, answers):
     patterns = {"denials": DENIALS, "bounds": BOUNDS, "parts": PARTS, "hedges": HEDGES}[kind]
     if kind in ("bounds", "parts") and answers in (WORDS, LETTERS):
         pytest.skip("words have no bounds and no multiples")
@@ -131,7 +102,7 @@ def test_grammar_of_what_is_taken_back_scores_nothing(judge, kind, answers):
 
 
 @pytest.mark.parametrize("answers", [NUMBERS, WORDS, LETTERS], ids=lambda each: each[0])
-def test_grammar_of_statements_scores_the_stated_answer_alone(judge, answers):
+def test_judge_accepts_grammar_of_statements(judge, answers):
     for right, other, pattern, _ in made_of(STATEMENTS, answers, 2, 60):
         completion = filled(pattern, right, other)
         assert judge(right, completion) == "correct", completion

@@ -1,4 +1,4 @@
-"""The page on answers: its examples are run, and what it says of the check is what that says."""
+"""Page on answers: its examples, the output of the check, and the number of cases."""
 
 import re
 import shlex
@@ -16,7 +16,7 @@ BLOCKS = [
 ]
 
 
-def test_twenty_examples_give_what_the_page_shows(capsys):
+def test_answers_page_examples_print_as_shown(capsys):
     (_, code), (_, output) = BLOCKS[:2]
     exec(compile(code, "answers.md", "exec"), {})
     said = capsys.readouterr().out
@@ -24,7 +24,7 @@ def test_twenty_examples_give_what_the_page_shows(capsys):
     assert len(said.splitlines()) == 20
 
 
-def test_the_check_says_what_the_page_shows(tmp_path, monkeypatch, capsys):
+def test_answers_page_check_prints_as_shown(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pool, "default_workers", lambda: 1)
     monkeypatch.chdir(tmp_path)
     (name, source), (_, output) = BLOCKS[2:4]
@@ -37,6 +37,6 @@ def test_the_check_says_what_the_page_shows(tmp_path, monkeypatch, capsys):
     assert sum(map(len, shown)) > 500
 
 
-def test_the_number_of_cases_is_that_of_the_table():
+def test_answers_page_states_number_of_cases():
     (number,) = re.findall(r"has some (\d+) more", PAGE)
     assert abs(len(load_cases()) - int(number)) < 30

@@ -1,4 +1,4 @@
-"""Which part of a completion is the answer."""
+"""Extraction of the answer from a completion."""
 
 import time
 
@@ -57,14 +57,14 @@ from jrl.tasks.answers.reasoning import REASONING, opens_reasoning
         (r"\boxed{0.5} or 1/2", "0.5"),
     ],
 )
-def test_the_answer_in_a_completion(completion, answer):
+def test_extract_finds_answer(completion, answer):
     found = extract(completion)
     assert found is not None
     assert found.text == answer
 
 
 @pytest.mark.parametrize("pair", REASONING)
-def test_reasoning_of_each_kind(pair):
+def test_extract_skips_reasoning_of_each_kind(pair):
     begin, end = pair
     assert extract(f"{begin}2{end}18") == Extracted("18", False)
     assert extract(rf"{begin}\boxed{{18}} <answer>18</answer>") is None
@@ -74,7 +74,7 @@ def test_reasoning_of_each_kind(pair):
     assert opens_reasoning(f"What is {begin}?\nassistant\n") == ""
 
 
-def test_bare_completions_count_to_the_letter():
+def test_extract_bare_keeps_completion():
     assert extract("7+8+0=15,1#15#### 3 ", bare=True) == Extracted("7+8+0=15,1#15#### 3 ", False)
     assert extract("11\ufffd", bare=True) == Extracted("11\ufffd", False)
     assert extract("<think>2</think> 11\n", bare=True) == Extracted("11", False)
@@ -84,7 +84,7 @@ def test_bare_completions_count_to_the_letter():
 @pytest.mark.parametrize(
     "part", [r"\boxed{", r"\boxed{1}", "<answer>", "<think>", "####", "{", "}", "#### \n", "\\"]
 )
-def test_time_is_linear(part):
+def test_extract_takes_linear_time(part):
     begin = time.process_time()
     extract(part * 20_000)
     assert time.process_time() - begin < 1.0  # quadratic, it would be minutes

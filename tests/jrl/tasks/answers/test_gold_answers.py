@@ -57,7 +57,7 @@ WORDS = ("yes", "no", "B", "C", "D", "10:30")
 
 @pytest.mark.parametrize("references", [NUMBERS, WORDS])
 def test_no_text_scores_for_two_references_that_differ(judge, references):
-    """Of one kind: "(B) 42" names an option and its number."""
+    """References of one kind: "(B) 42" names an option and its number."""
     completions = {case.completion for case in load_cases() if case.reference in references}
     for completion in sorted(completions):
         scored = [gold for gold in references if judge(gold, completion) == "correct"]

@@ -9,7 +9,13 @@ from importlib import import_module
 
 import pytest
 
-from jrl.tasks.answers.denials import is_list, is_withdrawn, offers_another, words_of
+from jrl.tasks.answers.denials import (
+    is_list,
+    is_retracted,
+    is_withdrawn,
+    offers_another,
+    words_of,
+)
 from jrl.tasks.answers.verdict import Judge
 
 CANDIDATES = {
@@ -87,7 +93,7 @@ def test_offers_another_reads_the_words_between_two_candidates():
     assert not offers_another(["apples", "and"]) and not offers_another([])
 
 
-def test_is_taken_back_reads_the_words_behind_an_answer():
+def test_is_withdrawn_reads_words_behind_answer():
     assert is_withdrawn(words_of(". Ignore that.")) and not is_withdrawn(words_of(", I am sure."))
 
 
@@ -104,6 +110,20 @@ It could be written as a fraction too.|The second case is similar.|Does this mak
 The first guess was too low.|For others, see the appendix.|While others count, we did not.
 It is possible to check this.|If this is unclear, ask.|There is no other possibility.
 The alternative would be too small.|Is this right? Yes.
+It cannot be negative.|It can't be a fraction.|It could never be larger.|It must not be rounded.
+This cannot be simplified further.|It cannot be so large.|It isn't that hard.|It will not change.
+It is wrong to divide first.|It would be a mistake to add them.|It is too large to count by hand.
+It is false that order matters.|It is not true for other values.|This does not work for odd numbers.
+It is not a coincidence.|It is not possible to do better.|That would be impossible otherwise.
+No other value satisfies the equation.|Sorry for the long text.|Wait for the next lesson to see why.
+Never mind the rounding.|No further steps are needed.|I have not made a mistake.
+""".strip().replace("\n", "|")
+
+
+JUDGEMENTS = """
+It cannot be right.|It can't be the answer.|That cannot possibly be correct.|It isn't so.|It is not.
+This is wrong because x is odd.|It is a mistake.|It is too large.|It is not true for this problem.
+That is not the expected answer.|This is impossible.|It does not work.|It doesn't make sense.
 """.strip().replace("\n", "|")
 
 
@@ -117,8 +137,45 @@ The alternative would be too small.|Is this right? Yes.
         (r"\frac{\pi}{7}", r"The answer is $\frac{\pi}{7}$."),
     ],
 )
-def test_sentences_behind_an_answer_take_nothing_back(judge, reference, stated):
+def test_judge_accepts_answer_before_ordinary_sentence(judge, reference, stated):
     for sentence in CONTINUATIONS.split("|"):
         for gap in (" ", "\n\n"):
             completion = stated + gap + sentence
             assert judge(reference, completion) == "correct", completion
+
+
+@pytest.mark.parametrize("kind", ["number", "word", "letter"])
+def test_judge_rejects_answer_before_sentence_that_calls_it_wrong(judge, kind):
+    answer = CANDIDATES[kind][0]
+    texts = [f"The answer is {answer}. {sentence}" for sentence in JUDGEMENTS.split("|")]
+    assert [text for text in texts if judge(answer, text) == "correct"] == []
+
+
+SUBJECTS = ("It", "That", "But this", "Wait that", "The answer")
+STATING = ("is", "was", "seems", "must be", "has to be", "would be")
+DENYING = ("is not", "isn't", "cannot be", "can't be", "does not seem", "will not be")
+WRONG = "wrong|a mistake|impossible|the wrong answer|an incorrect result|too large|excluded"
+RIGHT = "right|true|possible|so|it|the answer|my final answer|the correct value|the solution"
+ENDS = ("", " because x is odd", " for this problem", " here")
+ELSE = ("to divide first", "that order matters", "for other values", "otherwise", "in general")
+OTHER = "negative|simplified further|a fraction|a coincidence|so large|that hard|quickly seen"
+
+
+def test_is_retracted_reads_judgements_on_the_answer():
+    for stem, adverb, end in itertools.product(("No it", *SUBJECTS), ("", "clearly "), ENDS):
+        for verb, judgement in [
+            *itertools.product(STATING, WRONG.split("|")),
+            *itertools.product(DENYING, RIGHT.split("|")),
+        ]:
+            sentence = f"{stem} {verb} {adverb}{judgement}{end}"
+            assert is_retracted(words_of(sentence)), sentence
+
+
+def test_is_retracted_passes_over_judgements_on_something_else():
+    for stem, adverb, end in itertools.product(SUBJECTS, ("", "clearly "), ELSE):
+        for verb, judgement in [
+            *itertools.product(STATING, ("wrong", "a mistake", "impossible")),
+            *itertools.product(DENYING, ("right", "possible", *OTHER.split("|"))),
+        ]:
+            sentence = f"{stem} {verb} {adverb}{judgement} {end}"
+            assert not is_retracted(words_of(sentence)), sentence

@@ -1,4 +1,4 @@
-"""Parts of a turn: the same however its text is divided, and nothing of it is lost."""
+"""Parts of a turn: equal however its text is divided, and complete."""
 
 import random
 
@@ -13,7 +13,7 @@ CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}"
 
 
 def read(text, sizes=(1,), **options):
-    """Reasoning, answer and held text, of a text in parts of these sizes."""
+    """Reads a text in parts of these sizes: its reasoning, answer and held text."""
     reader, parts, begin = TurnReader(**options), [], 0
     while begin < len(text):
         size = sizes[begin % len(sizes)]
@@ -140,7 +140,7 @@ def test_a_call_of_harmony_is_no_answer():
     assert after_reasoning(f"{CALL}{NEXT}{FINAL}4") == "4"
 
 
-def test_opens_turn_finds_what_a_prompt_leaves_open():
+def test_opens_turn_finds_open_mark_of_prompt():
     assert opens_turn("<|im_start|>assistant\n<think>\n") == "<think>\n"
     assert opens_turn("<|end|><|start|>assistant") == "<|start|>assistant"
     assert opens_turn("<|im_start|>assistant\n") == ""

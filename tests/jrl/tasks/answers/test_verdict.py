@@ -1,4 +1,4 @@
-"""Verdicts: the table, and that math-verify never reads more."""
+"""Verdicts: agreement with the table of cases, and with math-verify."""
 
 import logging
 import subprocess
@@ -23,7 +23,7 @@ from jrl.tasks.check import VERDICTS, load_cases
 
 @pytest.fixture(scope="module")
 def symbolic():
-    """As a worker has it, but for the parser: what is read here is our own."""
+    """The module as in a worker, but with sympy's parser: the test's own texts are harmless."""
     return import_module("jrl.tasks.answers.symbolic")
 
 
@@ -42,14 +42,14 @@ def expected(case):
 
 
 @pytest.mark.parametrize(("kind", "gold"), GROUPS)
-def test_the_table(judge, kind, gold):
+def test_judge_agrees_with_table_of_cases(judge, kind, gold):
     group = [case for case in load_cases() if (case.kind, case.reference) == (kind, gold)]
     assert group
     found = {case.completion: judge(gold, case.completion) for case in group}
     assert found == {case.completion: expected(case) for case in group}
 
 
-def test_the_table_is_large_and_without_repetition():
+def test_table_of_cases_is_large_and_distinct():
     table = load_cases()
     assert len(table) >= 200
     assert len({(case.reference, case.completion) for case in table}) == len(table)
@@ -58,15 +58,15 @@ def test_the_table_is_large_and_without_repetition():
     assert sum(bool(case.because) for case in table) >= 80
 
 
-def test_a_reason_stands_beside_a_case():
+def test_reasons_of_table_name_its_cases():
     text = files("jrl.tasks").joinpath("cases.toml").read_text(encoding="utf-8")
     for group in tomllib.loads(text)["cases"]:
         given = {c for verdict in (*VERDICTS, "unevaluated") for c in group.get(verdict, ())}
         assert set(group.get("because", {})) <= given
 
 
-def test_the_rule_of_values(symbolic):
-    """What is still to be worked out is right then, and all else as it was."""
+def test_judge_accepts_unevaluated_by_rule_of_values(symbolic):
+    """Unevaluated answers are correct, and all other verdicts are unchanged."""
     judge = Judge(symbolic, EVALUATED)
     for case in load_cases():
         if case.completion.strip():
@@ -74,7 +74,7 @@ def test_the_rule_of_values(symbolic):
             assert (judge(case.reference, case.completion) == "correct") == right, case
 
 
-def test_a_rule_that_is_none(symbolic):
+def test_judge_refuses_unknown_rule(symbolic):
     with pytest.raises(
         ValueError, match="answers='exact' is not a rule: choose one of final, eval"
     ):
@@ -115,7 +115,7 @@ def by_math_verify(gold, completion):
 
 @pytest.fixture(scope="module")
 def quiet():
-    """Nothing is logged: the library warns of each text that it cannot read."""
+    """Disables logging: math-verify warns of each text that it cannot read."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
@@ -125,7 +125,7 @@ def quiet():
 @pytest.mark.usefixtures("quiet")
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(NUMBERS, DECORATIONS, NUMBERS)
-def test_never_below_math_verify(gold, decoration, other):
+def test_judge_accepts_whatever_math_verify_accepts(gold, decoration, other):
     judge = Judge(import_module("jrl.tasks.answers.symbolic"))
     completion = decoration.format(gold)
     assert judge(gold, completion) == "correct"
@@ -139,7 +139,7 @@ def test_never_below_math_verify(gold, decoration, other):
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.text("0123456789+-*/^(){}[]=., or\\frac sqrt!%π½<>$\n", max_size=60))
-def test_any_text_is_read_in_no_time(text):
+def test_read_statement_of_any_text(text):
     read_statement(text)
     with suppress(NoExpression, TooLarge):
         read_expression(tokens_of(plain_notation(text)))
@@ -156,7 +156,7 @@ def test_any_text_is_read_in_no_time(text):
         *("^" * 50_000, "{" * 50_000, "$" * 50_001, "**a " * 20_000, "- 1\n" * 20_000),
     ],
 )
-def test_long_and_deep_texts_take_no_time(judge, text):
+def test_judge_of_long_and_deep_text_takes_no_time(judge, text):
     begin = time.process_time()
     assert judge("42", text) != "correct"
     assert judge("42", rf"\boxed{{{text}}}") != "correct"
@@ -183,7 +183,7 @@ GOLDS = [
 
 
 @pytest.mark.parametrize("gold", GOLDS)
-def test_gold_answers_of_all_kinds_are_right_however_they_are_set(judge, gold):
+def test_judge_accepts_reference_in_usual_forms(judge, gold):
     forms = ["{}", "${}$", r"\boxed{{{}}}", "The answer is ${}$.", "**{}**", "Answer: {}"]
     forms += ["<answer>{}</answer>", "#### {}", r"So it is $\boxed{{{}}}$.", "<think>3?</think>{}"]
     found = {form: judge(gold, form.format(gold)) for form in forms}
@@ -191,15 +191,15 @@ def test_gold_answers_of_all_kinds_are_right_however_they_are_set(judge, gold):
     assert judge(gold, "It is 123456789, or so.") in ("wrong", "unparsable")
 
 
-def test_numbers_are_read_as_they_are_written():
+def test_read_statement_keeps_digits():
     read = {"1,234.50": "1234.5", "007": "7", ".5": "0.5", "1e-3": "1e-3", "17 + 25": "17+25"}
     found = {text: read_statement(text) for text in read}
     assert all(each.kind == NUMBER for each in found.values())
     assert {text: each.digits for text, each in found.items()} == read
 
 
-def test_reading_needs_no_sympy():
-    """The trainer reads numbers too, and has no extra."""
+def test_verdict_imports_no_sympy():
+    """The trainer reads numbers too, with no extra installed."""
     folder = Path(__file__).parents[4] / "jrl" / "tasks"
     command = (
         f"import sys; sys.path.insert(0, {str(folder)!r}); import answers.verdict; "

@@ -376,7 +376,7 @@ def test_lines_that_are_refused(tmp_path, content, message):
 
 
 def test_files_as_they_are_published(tmp_path):
-    """Compressed, and as one JSON array; their records are those of the lines."""
+    """Compressed files and a JSON array have the same records as the lines."""
     rows = [{"prompt": f"{n}+1?", "answer": n + 0.50} for n in range(3)]
     lines = write(tmp_path / "a.jsonl", rows)
     expected = [record for _, record in read_records("jsonl", lines)]

@@ -1,9 +1,9 @@
-"""Each environment that began is closed, once: however its conversation ends."""
+"""Each environment that began is closed once, however its conversation ends."""
 
-import time
 from collections import Counter
 
 import pytest
+from confinement import wait_until
 
 from jrl.tasks import load_task
 from jrl.tasks.environments import host as hosts
@@ -64,7 +64,7 @@ class Task:
 
 
 class Log:
-    """What environments wrote down."""
+    """Log of events that environments write."""
 
     def __init__(self, path):
         self.path = path
@@ -77,14 +77,11 @@ class Log:
         return [line.split()[1] for line in lines if line.split()[0] == event]
 
     def await_(self, event, number=1):
-        """Waits until something has happened so many times."""
-        end = time.monotonic() + 30
-        while len(self.named(event)) < number:
-            assert time.monotonic() < end, f"{event} did not happen"
-            time.sleep(0.01)
+        """Waits until an event has happened this many times."""
+        wait_until(lambda: len(self.named(event)) >= number, f"{event} did not happen")
 
     def closed_once(self):
-        """How many began, all of which were closed once; None else."""
+        """The number of environments that began, if each was closed once; else None."""
         begun, closed = Counter(self.named("begun")), Counter(self.named("closed"))
         return len(begun) if begun == closed and set(closed.values()) <= {1} else None
 
@@ -116,14 +113,14 @@ def worker_host(tmp_path, seconds=30.0):
 
 
 def failed(host, number, example, said):
-    """Whether a turn failed: in this process it raises."""
+    """Whether a turn failed; in this process it raises."""
     try:
         return host.say(number, example, said).result().failure is not None
     except RuntimeError:
         return True
 
 
-def test_conversations_that_end_by_themselves_or_are_dropped(host, log):
+def test_host_closes_ended_and_dropped_conversations_once(host, log):
     example = log.example()
     assert host.opening_messages(example.record) == [["user", "go on"]]
     assert log.closed_once() == 1
@@ -144,7 +141,7 @@ def test_conversations_that_end_by_themselves_or_are_dropped(host, log):
     assert log.closed_once() == 6
 
 
-def test_what_is_open_at_the_end(host, log):
+def test_host_close_closes_open_environments(host, log):
     for number, fault in enumerate(("", "close", "")):
         host.say(number, log.example(fault), ["a"]).result()
     assert log.closed_once() is None
@@ -161,7 +158,7 @@ def test_what_is_open_at_the_end(host, log):
     assert log.closed_once() == (3 if isinstance(host, LocalHost) else 4)
 
 
-def test_what_cannot_be_closed_is_said(tmp_path, log, capsys):
+def test_host_warns_of_failed_close(tmp_path, log, capsys):
     host = worker_host(tmp_path)
     for number in range(2):
         host.say(number, log.example("close"), ["a"]).result()
@@ -172,7 +169,7 @@ def test_what_cannot_be_closed_is_said(tmp_path, log, capsys):
     assert expected in capsys.readouterr().err and log.closed_once() == 2
 
 
-def test_an_interrupted_step(log):
+def test_local_host_closes_environment_of_interrupted_step(log):
     module = {}
     exec(SOURCE, module)
     host = LocalHost(module["Task"](), Scoring())
@@ -183,7 +180,7 @@ def test_an_interrupted_step(log):
     assert log.closed_once() == 2
 
 
-def test_a_trainer_that_is_killed_leaves_closing_to_the_worker(tmp_path, log):
+def test_worker_closes_environments_of_killed_trainer(tmp_path, log):
     host = worker_host(tmp_path)
     host.say(1, log.example(), ["a"]).result()
     worker = host._workers[0].worker
@@ -193,7 +190,7 @@ def test_a_trainer_that_is_killed_leaves_closing_to_the_worker(tmp_path, log):
     host.close()
 
 
-def test_who_takes_too_long_is_killed_with_what_it_started(tmp_path, log, monkeypatch):
+def test_host_close_kills_hanging_environment_and_its_child(tmp_path, log, monkeypatch):
     monkeypatch.setattr(hosts, "CLOSING_SECONDS", 0.2)
     host = worker_host(tmp_path)
     host.say(1, log.example(), ["hang"])
@@ -201,14 +198,11 @@ def test_who_takes_too_long_is_killed_with_what_it_started(tmp_path, log, monkey
     (child,) = map(int, log.named("child"))
     assert _runs(child)
     host.close()
-    end = time.monotonic() + 30
-    while _runs(child):
-        assert time.monotonic() < end, "what the environment started goes on"
-        time.sleep(0.01)
+    wait_until(lambda: not _runs(child), "what the environment started goes on")
 
 
 def _runs(pid):
-    """Whether a process is more than a line in a table that nobody has read."""
+    """Whether a process runs; one that has ended may wait to be reaped."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"

@@ -1,4 +1,4 @@
-"""Clients of OpenEnv, of whose results the observation, the reward and the end are read."""
+"""Adapter of OpenEnv clients: observation, reward and end of a step."""
 
 import asyncio
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Result:
 
 
 class Client:
-    """Counts down from its seed; an action says by how much."""
+    """Counts down from its seed by the number in an action."""
 
     def __init__(self):
         self.left, self.closed = 0, False
@@ -39,7 +39,7 @@ class Client:
 
 
 class AsyncClient:
-    """The same, of which everything is awaited."""
+    """`Client` with async methods."""
 
     def __init__(self):
         self._client = Client()
@@ -59,7 +59,7 @@ class AsyncClient:
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_an_episode(kind):
+def test_open_environment_episode(kind):
     clients = []
 
     def make(fields):
@@ -84,7 +84,7 @@ def test_an_episode(kind):
     loop.close()
 
 
-def test_a_client_needs_no_close():
+def test_open_environment_close_is_optional():
     reset = Client().reset
     clients = [SimpleNamespace(reset=reset), SimpleNamespace(reset=reset, close=lambda: 1 / 0)]
     loop = asyncio.new_event_loop()

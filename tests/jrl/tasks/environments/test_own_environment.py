@@ -1,4 +1,4 @@
-"""Environments of a user's own: in worker processes, each call with a limit of time."""
+"""Custom environments in worker processes, with a time limit per call."""
 
 import pytest
 
@@ -55,7 +55,7 @@ def task(tmp_path_factory):
     task.close()
 
 
-def test_reset_opens_the_conversation(task):
+def test_custom_environment_reset_opens_conversation(task):
     assert has_environments(task)
     examples = [task.train(index) for index in range(5)]
     assert {example.prompt for example in examples} <= {f"from {n}" for n in range(6)}
@@ -63,7 +63,7 @@ def test_reset_opens_the_conversation(task):
     assert task.heldout_size == 1
 
 
-def test_steps_are_answered_and_failures_named(task):
+def test_custom_environment_step_replies_and_names_failures(task):
     example = task.train(0)
     host = environments_of(task, example)
     assert host is not None
@@ -87,7 +87,7 @@ def test_steps_are_answered_and_failures_named(task):
     host.end(2)
 
 
-def test_verdicts(task):
+def test_scoring_verdict(task):
     scoring = task.environments.scoring
     verdicts = [scoring.verdict(rewards, None) for rewards in ([0.5] * 3, [0.5], [0.0])]
     assert [verdict.reason for verdict in verdicts] == ["correct", "partial", "wrong"]
@@ -95,7 +95,7 @@ def test_verdicts(task):
     assert (failed.score, failed.reason) == (0.0, "timeout")
 
 
-def test_bad_tasks_are_refused(tmp_path):
+def test_load_task_refuses_custom_environment(tmp_path):
     path = tmp_path / "bad.py"
     source = SOURCE.replace(
         'return [{"role": "user", "content": f"from {self.count}"}]', "return []"

@@ -1,4 +1,4 @@
-"""Bubblewrap that is there or not, old or new, allowed to work or not."""
+"""Bubblewrap on machines that lack it, have an old one, or forbid it."""
 
 import os
 import subprocess
@@ -86,8 +86,8 @@ def test_one_that_is_too_old_is_passed_over(monkeypatch, tmp_path):
 
 @needs_bubblewrap
 @pytest.mark.parametrize(("proc", "seccomp"), [(True, True), (False, True), (True, False)])
-def test_it_works_without_what_a_machine_may_lack(monkeypatch, proc, seccomp):
-    """A container whose /proc is masked, a kernel without filters: namespaces hold all the same."""
+def test_bubblewrap_works_without_proc_and_seccomp(monkeypatch, proc, seccomp):
+    """A container with a masked /proc, a kernel without filters: namespaces still confine."""
     found = Bubblewrap(bubblewrap().path, proc, seccomp)
     assert failure_of(found) == ""
     monkeypatch.setattr("jrl.tasks.sandbox.sandbox.bubblewrap", lambda: found)
@@ -110,7 +110,7 @@ def test_network_is_given_where_it_is_asked_for():
         port = server.getsockname()[1]
         code = f"import socket; socket.create_connection(('127.0.0.1', {port}), 20); print('in')"
         assert Sandbox(seconds=60, network=True).run(code) == "in\n"
-        # The network is shared with the host, and its Unix sockets without a name are not.
+        # The network is shared with the host, except for abstract Unix sockets.
         hidden = "import socket; socket.socket(socket.AF_UNIX)"
         assert "Address family not supported" in Sandbox(seconds=60, network=True).run(hidden)
 

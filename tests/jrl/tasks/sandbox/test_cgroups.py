@@ -1,4 +1,4 @@
-"""Control groups of the sandbox: where they may be made, what they hold, and that they go."""
+"""Control groups of the sandbox: their parents, limits and removal."""
 
 import os
 import subprocess
@@ -97,7 +97,7 @@ def test_a_process_that_was_killed_for_memory_is_told(tmp_path, name, text, ran_
 
 
 def test_a_command_runs_in_its_groups(tmp_path):
-    """Here the groups are folders, and their file has the number of the process."""
+    """The groups are folders here, whose file has the number of the process."""
     folders = tmp_path / "a b", tmp_path / "c"
     for folder in folders:
         folder.mkdir()

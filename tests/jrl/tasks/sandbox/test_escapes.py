@@ -1,4 +1,4 @@
-"""Escapes from the sandbox, each tried by code in it. What it may not do, it says with an error."""
+"""Escapes from the sandbox, tried by code in it: each ends in an error."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ def mark():
 
 
 def tries(code):
-    """Code that defines `attempt(f, ...)`, which prints what a call gives or raises."""
+    """Code that defines `attempt(f, ...)`: it prints the result of a call, or its error."""
     return (
         "import ctypes, errno, fcntl, os, signal, socket, subprocess, sys, time\n"
         "libc = ctypes.CDLL(None, use_errno=True)\n"
@@ -51,8 +51,8 @@ def tries(code):
 
 
 def spawning(mark):
-    """Code that starts a process in a session of its own, deaf to signals and to its parent's end,
-    which holds the output open."""
+    """Code that starts a process in its own session. It ignores signals and its parent's end, and
+    holds the output open."""
     child = (
         "import ctypes, signal, time\n"
         "ctypes.CDLL(None).prctl(1, 0)\n"
@@ -65,7 +65,7 @@ def spawning(mark):
     )
 
 
-def test_01_what_it_started_ends_with_it(sandbox, mark):
+def test_01_started_process_ends_with_code(sandbox, mark):
     before = time.monotonic()
     assert sandbox.run(spawning(mark) + "print('done')") == "done\n"
     assert time.monotonic() - before < 8
@@ -188,7 +188,7 @@ def test_11_sockets_that_no_network_namespace_holds(sandbox):
 
 @pytest.fixture(params=[True, False], ids=["control groups", "no control groups"])
 def grouped(request, monkeypatch):
-    """With control groups where this machine has some, and without."""
+    """With control groups, if this machine has some, and with none."""
     if not request.param:
         monkeypatch.setattr(cgroups, "_parents", lambda: None)
 
@@ -207,7 +207,8 @@ def test_12_a_fork_bomb(mark):
 
 
 def test_12_processes_that_the_kernel_does_not_count(mark, monkeypatch):
-    """Of root, it counts none; of an old kernel's user, all on the machine."""
+    """The kernel counts no process of root, and an old one counts all of a user's on the
+    machine."""
     monkeypatch.setattr(cgroups, "_parents", lambda: None)
     monkeypatch.setattr("jrl.tasks.sandbox.sandbox._kernel_version", lambda: (4, 18))
     code = spawning(mark) + (
@@ -278,7 +279,7 @@ def test_17_namespaces_and_mounts(sandbox):
 
 
 def test_18_privileges(sandbox):
-    """As root too: it has no capability, gains none, and the filter holds."""
+    """Code has no capability and gains none, as root too, and the filter stays."""
     code = (
         "kinds = ('CapI', 'CapP', 'CapE', 'CapA', 'NoNew', 'Seccomp:')\n"
         "for line in open('/proc/self/status'):\n"
@@ -317,7 +318,7 @@ def test_21_characters_into_a_terminal(sandbox):
     assert sandbox.run(tries(code)) == "ENXIO\nEPERM\n"
 
 
-def test_22_what_the_trainer_has_open_or_in_its_environment(sandbox, tmp_path, monkeypatch):
+def test_22_files_and_environment_of_the_trainer(sandbox, tmp_path, monkeypatch):
     monkeypatch.setenv("JRL_TEST_KEY", "secret")
     with open(tmp_path / "file", "w") as file:
         os.set_inheritable(file.fileno(), True)
@@ -346,7 +347,7 @@ def test_24_an_exit_status_that_means_something_elsewhere(sandbox, status):
 
 
 def test_25_an_interrupt_of_the_trainer(mark):
-    """Ctrl-C while code runs: it is gone before the interrupt is seen."""
+    """Ctrl-C while code runs: the code ends before the interrupt propagates."""
 
     def interrupted(number, frame):
         raise KeyboardInterrupt
@@ -388,7 +389,7 @@ Sandbox(seconds=600).run(os.environ["CODE"])
 @pytest.mark.slow
 @pytest.mark.parametrize("held", [False, True], ids=["alone", "beside a child"])
 def test_26_a_trainer_that_is_killed(mark, held):
-    """Nothing of the code is left after `kill -9`, even where a forked child of the trainer has
+    """Nothing of the code is left after `kill -9`, even if a forked child of the trainer has
     inherited all that it had open."""
     code = spawning(mark) + f"import time; time.sleep({LONG})"
     caller = subprocess.Popen(

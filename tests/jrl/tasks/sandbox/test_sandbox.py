@@ -1,4 +1,4 @@
-"""Python code in the sandbox and, where that is allowed, without: its output and its end."""
+"""Output and end of Python code, in the sandbox and (if allowed) unconfined."""
 
 import os
 import random
@@ -15,6 +15,7 @@ from jrl.tasks.load import load_task
 from jrl.tasks.sandbox import bubblewrap, sandbox
 from jrl.tasks.sandbox.bubblewrap import NoSandbox
 from jrl.tasks.sandbox.sandbox import UNSAFE, Sandbox, allow_unsafe
+from jrl.tasks.tools.python import python_tool
 
 TRACE = """Traceback (most recent call last):
   File "code.py", line 2, in <module>
@@ -85,7 +86,7 @@ def test_code_has_the_trainers_packages_and_may_start_processes():
 
 @needs_bubblewrap
 def test_the_same_code_prints_the_same():
-    """Sets of texts have an order that depends on the seed of their hashes."""
+    """The order of a set of texts depends on the seed of hashes."""
     made = Sandbox(seconds=20)
     code = "print({chr(97 + i) for i in range(20)}, __import__('os').getpid())"
     assert made.run(code) == made.run(code)
@@ -191,7 +192,7 @@ def test_without_bubblewrap_a_task_that_runs_code_is_refused(tmp_path, monkeypat
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_installed")
 def test_unsafe_tools_run_code_without_it(tmp_path, monkeypatch):
-    """Also in the worker processes, which inherit what was said."""
+    """Worker processes inherit the permission."""
     monkeypatch.setenv(UNSAFE, "0")
     (tmp_path / "sums.py").write_text(TASK)
     monkeypatch.setenv("PATH", str(tmp_path))  # for the workers
@@ -239,3 +240,16 @@ def test_a_dry_run_is_refused_in_one_line(tmp_path):
     )
     assert done.returncode != 0 and "--unsafe-tools" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+@needs_bubblewrap
+def test_python_tool_description():
+    parameters = python_tool(Sandbox(seconds=2, network=True)).parameters
+    about = parameters["properties"]["code"]["description"]
+    assert about == "A program; it has 2 seconds and a network."
+
+
+@needs_bubblewrap
+def test_python_tool_refuses_limits_that_are_too_low():
+    with pytest.raises(ValueError, match="leaves no code to run"):
+        python_tool(Sandbox(memory_mb=1))

@@ -19,7 +19,7 @@ IOCTL = {"x86_64": 16, "aarch64": 29}
 
 
 def verdict(rules, audit, number, *arguments):
-    """The error that a system call fails with; 0 where it is allowed."""
+    """The error that a system call fails with; 0 if it is allowed."""
     data = struct.pack("=IIQ6Q", number, audit, 0, *arguments, *[0] * (6 - len(arguments)))
     lines = list(struct.iter_unpack("=HBBI", rules))
     position, value = 0, 0

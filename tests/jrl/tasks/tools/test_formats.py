@@ -1,4 +1,4 @@
-"""Calls in every format: what a careful person would read in a text, and nothing else."""
+"""Calls in every format: a table of texts with the calls that a careful reader finds."""
 
 import json
 import time
@@ -406,7 +406,7 @@ def read(found):
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_what_a_careful_person_reads(name):
+def test_calls_reads_table_of_format(name):
     wrong = [
         (text[:200], expected, found)
         for text, expected in TABLE[name]
@@ -415,7 +415,7 @@ def test_what_a_careful_person_reads(name):
     assert wrong == []
 
 
-def test_the_table_has_every_format_and_many_texts():
+def test_table_has_every_format():
     assert set(TABLE) == set(BY_NAME)
     assert sum(map(len, TABLE.values())) >= 200
     for texts in TABLE.values():
@@ -430,7 +430,7 @@ ANSWERS = (
 
 
 @pytest.mark.parametrize("format", [*FORMATS, PLAIN], ids=lambda format: format.name)
-def test_answers_are_no_calls(format):
+def test_calls_ignores_answers(format):
     assert [text for text in ANSWERS if format.calls(text, KNOWN)] == []
     assert [text for text in ANSWERS if detect_calls(text, KNOWN)] == []
 
@@ -446,7 +446,7 @@ ASKED = [
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-def test_what_is_rendered_is_read(format):
+def test_calls_reads_rendered_calls(format):
     for calls in ASKED:
         text = format.render(calls)
         wanted = read(calls)
@@ -457,7 +457,7 @@ def test_what_is_rendered_is_read(format):
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-def test_nothing_is_called_in_reasoning(format):
+def test_calls_ignores_reasoning(format):
     if format.name == "harmony":  # which has channels: its part of the table
         return
     one, two = (format.render([Call(name, given)]) for name, given in (ONE, TWO))
@@ -473,15 +473,15 @@ def test_nothing_is_called_in_reasoning(format):
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-def test_no_part_of_a_call_is_another_call(format):
-    """Wherever a turn is cut, what is read is the call or none that can be made."""
+def test_calls_of_truncated_text_are_error_or_whole(format):
+    """A text cut at any character has the whole call, an error, or no call."""
     for calls in ASKED[:4]:
         text, wanted = format.render(calls), read(calls)
         for end in range(len(text)):
             assert read(format.calls(text[:end], KNOWN)) in ([], [ERROR], wanted), text[:end]
 
 
-def test_ids_that_policies_give():
+def test_usable_id_of_policy():
     kimi, mistral = BY_NAME["kimi"], BY_NAME["mistral-v11"]
     (call,) = kimi.calls(KIMI.replace(":0", ":4"), KNOWN)
     assert call.id == "functions.calc:4" and kimi.usable_id(call.id)
@@ -492,7 +492,7 @@ def test_ids_that_policies_give():
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-def test_long_texts_take_no_time(format):
+def test_calls_of_long_text_take_no_time(format):
     one = format.render([Call(*ONE)])
     pieces = ("<think>", "</think>", "<tool_call>", "{", "[", "<function=calc>", "[TOOL_CALLS]")
     begun = time.process_time()
@@ -532,9 +532,9 @@ BEFORE = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("format", (*FORMATS, PLAIN), ids=lambda format: format.name)
-def test_repeated_marks_take_linear_time(format):
-    """Of 200,000 characters: linear readers take a second or two for all, and a quadratic one
-    takes minutes for one text."""
+def test_calls_of_repeated_marks_take_linear_time(format):
+    """On 200,000 characters linear readers take a second or two for all texts, a quadratic one
+    minutes for one."""
     begun = time.process_time()
     for repeated in REPEATED:
         for before in BEFORE:
@@ -543,7 +543,7 @@ def test_repeated_marks_take_linear_time(format):
 
 
 @pytest.mark.parametrize("window", [33, 40, 64])
-def test_json_values_of_any_window_are_the_same(window, monkeypatch):
+def test_read_value_is_independent_of_window(window, monkeypatch):
     monkeypatch.setattr(call_format, "WINDOW", window)
     values = [
         *(ONE[1], ROOM, [], {}, "a" * 100, "\\" * 40, "é\n" * 30, [1.5e300] * 20, -0.25),

@@ -1,4 +1,4 @@
-"""Tools made of typed functions, what their arguments may be, and what calls them."""
+"""Tools of typed functions, checks of their arguments, and the environment that calls them."""
 
 import asyncio
 import functools
@@ -47,7 +47,7 @@ def book(
 BOOK = Tool.of(book)
 
 
-def test_the_schema_of_a_function():
+def test_tool_of_function_has_schema():
     function = BOOK.schema["function"]
     assert (function["name"], function["description"]) == ("book", "Books a room in a hotel.")
     assert function["parameters"] == {
@@ -73,7 +73,7 @@ def test_the_schema_of_a_function():
     json.dumps(BOOK.schema)
 
 
-def test_what_is_said_of_a_function_otherwise():
+def test_tool_of_function_with_other_descriptions():
     def add(a: int, b: int) -> int:
         """Adds.
 
@@ -107,7 +107,7 @@ class Counter:
         return self.add(number)
 
 
-def test_methods_and_objects_are_functions():
+def test_tool_of_method_and_callable_object():
     counter = Counter()
     method = Tool.of(counter.add)
     assert (method.name, list(method.parameters["properties"])) == ("add", ["number"])
@@ -155,7 +155,7 @@ def _far(x: int = float("inf")):  # pyright: ignore[reportArgumentType]
         (_typed(int), {"y": "more"}, "the tool tool has no argument y: it has x"),
     ],
 )
-def test_functions_that_are_refused(function, about, message):
+def test_tool_of_refuses_function(function, about, message):
     with pytest.raises(ValueError, match=message):
         Tool.of(function, about=about)
 
@@ -164,7 +164,7 @@ GIVEN = {"city": "Lima", "nights": 2}
 
 
 def typed(annotation, value):
-    """What a function is given for a value."""
+    """Value and type that a function gets for an argument."""
     found = Tool.of(_typed(annotation)).call({"x": value})
     return found, type(found)
 
@@ -194,7 +194,7 @@ def typed(annotation, value):
         (Any, None, None),
     ],
 )
-def test_values_that_are_given(annotation, value, found):
+def test_tool_call_converts_value(annotation, value, found):
     assert typed(annotation, value) == (found, type(found))
 
 
@@ -224,7 +224,7 @@ def test_values_that_are_given(annotation, value, found):
         (str, ["y" * 500], "^.{0,120}$"),
     ],
 )
-def test_values_that_are_wrong_are_said_in_one_line(annotation, value, message):
+def test_tool_call_refuses_value_in_one_line(annotation, value, message):
     with pytest.raises(ValueError, match=message) as told:
         Tool.of(_typed(annotation)).call({"x": value})
     assert "\n" not in str(told.value) and len(str(told.value)) < 300
@@ -238,14 +238,14 @@ def test_values_that_are_wrong_are_said_in_one_line(annotation, value, message):
         ({**GIVEN, "a\nb": "x"}, r'book has no argument "a\nb": it has city'),
     ],
 )
-def test_arguments_that_are_missing_or_unknown(arguments, message):
+def test_tool_call_refuses_missing_or_unknown_argument(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         BOOK.call(arguments)
     with pytest.raises(ValueError, match="x has no argument y: it has none"):
         Tool.of(lambda: 0, name="x").call({"y": 1})
 
 
-def test_a_schema_of_ones_own():
+def test_tool_with_custom_schema():
     parameters = {
         "type": "object",
         "properties": {
@@ -278,7 +278,7 @@ def said(text, **more):
 
 
 def answers(environment, *texts):
-    """What tools answer to each turn."""
+    """Contents of the tools' answers to each turn."""
     return [[m["content"] for m in environment.step(said(text))[0]] for text in texts]
 
 
@@ -289,7 +289,7 @@ def hermes(*calls):
     )
 
 
-def test_tools_are_called_until_an_answer_comes():
+def test_tool_environment_answers_calls_until_final_answer():
     def environment():
         return ToolEnvironment([CALCULATOR], lambda text: float(text == "6"), end=".", most=2)
 
@@ -309,7 +309,7 @@ def test_tools_are_called_until_an_answer_comes():
     assert answers(brief, "@calc 1/0") == [["no"]]
 
 
-def test_calls_in_reasoning_are_not_carried_out():
+def test_tool_environment_ignores_calls_in_reasoning():
     ran = []
 
     def shell(q: str) -> str:
@@ -327,7 +327,7 @@ def test_calls_in_reasoning_are_not_carried_out():
     assert ran == ["ls"]
 
 
-def test_wrong_arguments_are_told_and_the_conversation_goes_on():
+def test_tool_environment_reports_wrong_arguments():
     environment = ToolEnvironment([BOOK], lambda text: 1.0)
     found = answers(
         environment,
@@ -341,7 +341,7 @@ def test_wrong_arguments_are_told_and_the_conversation_goes_on():
     assert json.loads(found[1][0]) == {**GIVEN, "price": 80.0, "rooms": ["a"], "board": "half"}
 
 
-def test_what_a_tool_gives_is_a_text():
+def test_tool_environment_writes_results_as_text():
     def give(kind: str):
         given = {"text": "é", "number": 0.5, "none": None, "list": [1, "é"], "odd": {1}}
         return given[kind]
@@ -362,7 +362,7 @@ def fail(kind: str):
     raise RuntimeError("a fault")
 
 
-def test_what_values_cause_is_told_and_a_fault_is_one():
+def test_tool_environment_reports_errors_of_values_only():
     environment = ToolEnvironment([Tool.of(fail)], lambda text: 0.0)
     kinds = ("divide", "look", "value")
     assert answers(environment, *(hermes(("fail", {"kind": kind})) for kind in kinds)) == [
@@ -374,7 +374,7 @@ def test_what_values_cause_is_told_and_a_fault_is_one():
         environment.step(said(hermes(("fail", {"kind": "other"}))))
 
 
-def test_tools_that_are_async():
+def test_tool_environment_awaits_async_tools():
     order = []
 
     async def wait(name: str, fail: bool = False) -> str:
@@ -403,7 +403,7 @@ def test_tools_that_are_async():
 
 
 def step(environment, message):
-    """Of tools none of which is ``async``."""
+    """The result of a step, which no async tool delays."""
     found = environment.step(message)
     assert isinstance(found, tuple)
     return found
@@ -413,7 +413,7 @@ async def _awaited(value):
     return await value
 
 
-def test_calls_that_the_format_of_the_checkpoint_has_read():
+def test_tool_environment_takes_parsed_calls():
     environment = ToolEnvironment([CALCULATOR], lambda text: float("calc" in text), most=9)
     calls = format_message_calls([Call("calc", {"expression": "2*3"})], ["x"])
     message = said("text that says nothing", tool_calls=calls)
@@ -427,7 +427,7 @@ def test_calls_that_the_format_of_the_checkpoint_has_read():
     assert environment.step(said(text, tool_calls=[])) == ([], 1.0, True)
 
 
-def test_a_turn_that_was_cut():
+def test_tool_environment_replies_to_truncated_turn():
     scored = []
 
     def environment():
@@ -455,24 +455,16 @@ def _scored(scored, text):
     return 1.0
 
 
-def test_two_tools_of_one_name_are_refused():
+def test_tool_environment_refuses_equal_names():
     with pytest.raises(ValueError, match="two tools are called calc: give one of them another"):
         ToolEnvironment([CALCULATOR, CALCULATOR], lambda text: 0.0)
 
 
 @pytest.mark.parametrize(
     ("text", "given"),
-    [
-        ("so it is 7", "so it is 7"),
-        (" 7\n", "7"),
-        ("<think>3?</think>\n7", "7"),
-        (r"hence $\boxed{7}$.", "7"),
-        ("<answer>7</answer>", "7"),
-        ("3 + 4\n#### 7", "7"),
-        ("<think>7", None),
-    ],
+    [("<think>3?</think>\n7", "7"), (r"hence $\boxed{7}$.", "7"), ("<think>7", None)],
 )
-def test_the_score_is_given_the_answer(text, given):
+def test_tool_environment_scores_extracted_answer(text, given):
     scored = []
     environment = ToolEnvironment([], functools.partial(_scored, scored))
     messages, score, done = step(environment, said(text))
@@ -482,8 +474,8 @@ def test_the_score_is_given_the_answer(text, given):
     assert (extract(text) is None) == (given is None)
 
 
-def test_half_a_character_reaches_no_tokenizer():
-    """JSON may escape one, and whatever repeats it would end the run."""
+def test_tool_environment_replaces_lone_surrogates():
+    """JSON may escape half a character, and tokenizers reject it."""
 
     def echo(text: str, number: int = 0) -> str:
         return text

@@ -1,4 +1,4 @@
-"""The page on tools: its examples are run, and the formats that it lists are read."""
+"""Page on tools: its examples, and its list of formats."""
 
 import re
 
@@ -16,7 +16,7 @@ BLOCKS = re.findall(r"(?ms)^```(\w+)\n(.*?)^```", TOOLS)
 LISTED = re.split(r"\n(?=\S)", BLOCKS[-1][1].strip())
 
 
-def test_the_examples_give_what_the_page_shows(capsys):
+def test_tools_page_examples_print_as_shown(capsys):
     names = {}
     for (kind, code), (_, output) in zip(BLOCKS[0:4:2], BLOCKS[1:4:2], strict=True):
         assert kind == "python"
@@ -27,12 +27,12 @@ def test_the_examples_give_what_the_page_shows(capsys):
     assert names["Distances"]().environment(5).step({"content": "8.0 km"})[1] == 1.0
 
 
-def test_every_format_is_listed():
+def test_tools_page_lists_every_format():
     assert {line.split()[0] for line in LISTED} == {format.name for format in FORMATS}
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-def test_the_calls_that_the_page_shows_are_read(format):
+def test_calls_reads_calls_of_tools_page(format):
     (entry,) = [line for line in LISTED if line.split()[0] == format.name]
     known = {"f": {"type": "object", "properties": {"x": {"type": "integer"}}}}
     shown = [re.split(r"\s{2,}", line)[-1] for line in entry.splitlines()]

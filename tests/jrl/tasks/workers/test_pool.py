@@ -1,11 +1,11 @@
-"""Workers that share questions: in order, each with its own time, and none left behind."""
+"""Pool of workers: answers in order, a time limit each, and no process left."""
 
-import os
 import sys
 import threading
 import time
 
 import pytest
+from confinement import runs
 
 from jrl.tasks.workers.pool import MAX_DEFAULT_WORKERS, QUESTIONS_PER_WORKER, Pool, default_workers
 from jrl.tasks.workers.process import Worker, WorkerEnded
@@ -37,7 +37,7 @@ COMMAND = [sys.executable, "-S", "-c", PROGRAM]
 
 @pytest.fixture
 def make():
-    """Makes pools, and ends them."""
+    """Makes pools, and closes them."""
     made = []
 
     def pool(size, seconds=20.0, **options):
@@ -49,15 +49,7 @@ def make():
         one.close()
 
 
-def runs(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def test_answers_come_in_order_from_several_workers(make):
+def test_pool_answers_in_order_of_questions(make):
     # The first of each worker's is slow, so that all are at work when it ends.
     questions = [{"n": n, "sleep": 0.3 * (n < 3)} for n in range(40)]
     answers = make(3).ask_all(questions)
@@ -67,8 +59,8 @@ def test_answers_come_in_order_from_several_workers(make):
 
 
 @pytest.mark.slow
-def test_a_worker_that_hangs_holds_up_no_other(make):
-    """Each answer has its own time; what hangs is killed, and its worker goes on."""
+def test_pool_replaces_worker_that_hangs(make):
+    """Each answer has its own time limit; the worker that hangs is killed and replaced."""
     pool = make(2, seconds=1.0)
     pids = {answer["pid"] for answer in pool.ask_all([{"sleep": 0.2}] * 2 * QUESTIONS_PER_WORKER)}
     assert len(pids) == 2
@@ -89,7 +81,7 @@ def test_a_worker_that_hangs_holds_up_no_other(make):
     assert gone and len(after) == 2 and not after & set(gone)
 
 
-def test_a_worker_that_dies_costs_its_answer(make):
+def test_pool_returns_error_of_worker_that_dies(make):
     answers = make(2).ask_all([{"n": n, **({"exit": 3} if n == 4 else {})} for n in range(9)])
     assert isinstance(answers[4], WorkerEnded)
     assert [answer["n"] for answer in answers if not isinstance(answer, Exception)] == [
@@ -98,13 +90,13 @@ def test_a_worker_that_dies_costs_its_answer(make):
     ]
 
 
-def test_a_worker_that_is_killed_costs_nothing(make, tmp_path):
+def test_pool_asks_again_after_killed_worker(make, tmp_path):
     questions = [{"n": n, **({"once": str(tmp_path / "killed")} if n == 2 else {})} for n in (1, 2)]
     assert [answer["n"] for answer in make(1).ask_all(questions)] == [1, 2]
     assert (tmp_path / "killed").exists()
 
 
-def test_few_questions_start_few_workers(make):
+def test_pool_starts_few_workers_for_few_questions(make):
     pool = make(4)
     assert [pool.ask({})["asked"] for _ in range(3)] == [1, 2, 3]
     assert {answer["pid"] for answer in pool.ask_all([{}] * QUESTIONS_PER_WORKER)} == {
@@ -114,7 +106,7 @@ def test_few_questions_start_few_workers(make):
 
 
 @pytest.mark.slow
-def test_what_is_prepared_takes_none_of_the_time_of_an_answer(make):
+def test_pool_prepares_outside_time_limit(make):
     pool = make(1, seconds=0.5, prepare=lambda question: {"prepare": question["n"]})
     assert pool.ask_all([{"n": 900}])[0]["ready"] == [900]
     assert pool.ask({"n": 5}, seconds=20.0)["ready"] == [900]
@@ -123,7 +115,7 @@ def test_what_is_prepared_takes_none_of_the_time_of_an_answer(make):
 
 
 @pytest.mark.slow
-def test_close_ends_workers_that_are_at_work(make):
+def test_pool_close_ends_busy_workers(make):
     pool = make(2, seconds=600.0)
     pids = {answer["pid"] for answer in pool.ask_all([{"sleep": 0.2}] * 2 * QUESTIONS_PER_WORKER)}
     ended = []
@@ -144,7 +136,7 @@ def test_close_ends_workers_that_are_at_work(make):
     pool.close()
 
 
-def test_threads_share_a_pool(make):
+def test_pool_is_shared_by_threads(make):
     pool, found = make(2), {}
     threads = [
         threading.Thread(
@@ -160,7 +152,7 @@ def test_threads_share_a_pool(make):
         assert [answer["n"] for answer in found[k]] == [[k, n] for n in range(20)]
 
 
-def test_sizes():
+def test_default_workers_and_pool_size():
     assert 1 <= default_workers() <= MAX_DEFAULT_WORKERS
     with pytest.raises(ValueError, match="verifiers=0 must be at least 1"):
         Pool(lambda: Worker(COMMAND), 0)
