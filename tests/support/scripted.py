@@ -171,7 +171,7 @@ class House:
         finally:
             self.engine.held = False
             self.service.close()
-            self.service._thread.join(5)
+            self.service.join(5)
             assert self.service.ended
 
     def numbers(self):
