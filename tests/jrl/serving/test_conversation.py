@@ -5,7 +5,7 @@ from contextlib import closing, contextmanager
 from types import SimpleNamespace
 
 import pytest
-from scripted import Newer, Scripted
+from scripted import Newer, Turns
 from tool_templates import TEMPLATES, tool_tokenizer
 
 from jrl.serving.chat.conversation import Conversation, ToolOutput
@@ -18,21 +18,6 @@ from jrl.text.chat import ChatTemplate
 from jrl.text.prompt_format import PromptFormat
 
 CALL = '<tool_call>{"name": "calc", "arguments": {"expression": "3+4"}}</tool_call>'
-
-
-class Turns(Scripted):
-    """An engine that says one text after another, from the first again after the last."""
-
-    def __init__(self, tokenizer, texts):
-        end = tokenizer.special_tokens["<|im_end|>"]
-        self.texts = [[*tokenizer.encode_special(text), end] for text in texts]
-        self.prompts = []
-        super().__init__(1, self.texts[0], tokenizer.stop_ids)
-
-    def submit(self, requests):
-        self.says = self.texts[len(self.prompts) % len(self.texts)]
-        self.prompts += [request.tokens.tolist() for request in requests]
-        super().submit(requests)
 
 
 @pytest.fixture(scope="module")
