@@ -17,7 +17,7 @@ from jrl.published.gguf_tokenizer import (
     USER_DEFINED,
     tokenizer_files,
 )
-from jrl.text.checkpoint_files import CONFIG, GENERATION, chat_template_in, read_optional
+from jrl.text.checkpoint_files import read_optional
 
 PIPELINE = "tokenizer.json"
 PREFERRED = ("smollm", "llama-bpe", "qwen2", "gpt-2")
@@ -35,7 +35,9 @@ def vocabulary_metadata(folder: Path, vocab_size: int) -> dict[str, Any]:
     Raises:
       ValueError: for a folder without one, and a tokenizer that is no BPE that GGUF has.
     """
-    pipeline, config = _read_pipeline(folder), read_optional(folder / CONFIG)
+    from jrl.text.json_tokenizer import checkpoint_tokenizer  # needs an extra
+
+    pipeline = _read_pipeline(folder)
     model = pipeline["model"]
     if model.get("type") != "BPE":
         raise _refused(folder, f"its model is {model.get('type')}, and GGUF has BPE alone")
@@ -55,16 +57,14 @@ def vocabulary_metadata(folder: Path, vocab_size: int) -> dict[str, Any]:
         entries |= {"model": "gpt2", "pre": _pre_tokenization(folder, pipeline)}
         entries["merges"] = [" ".join(pair) for pair in merges]
     ids = {token: i for i, token in by_id.items()}
-    named = {name: _content(config.get(name)) for name in NAMES}
-    entries |= {
-        f"{NAMES[name]}_token_id": ids[token] for name, token in named.items() if token in ids
-    }
-    entries["add_bos_token"] = _begins(pipeline, config)
-    ends = read_optional(folder / GENERATION).get("eos_token_id")
-    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    others = [i for i in listed if i != entries.get("eos_token_id")]
+    tokenizer = checkpoint_tokenizer(folder, vocab_size)
+    entries |= {f"{NAMES[n]}_token_id": ids[t] for n, t in tokenizer.named_tokens.items()}
+    entries["add_bos_token"] = bool(tokenizer.prefix)
+    others = [i for i in tokenizer.stop_ids if i != tokenizer.eos_id]
+    if len(others) > len(OTHER_ENDS):
+        raise _refused(folder, f"{len(others) + 1} tokens end a completion, and GGUF names three")
     entries |= {f"{name}_token_id": i for name, i in zip(OTHER_ENDS, others, strict=False)}
-    template = chat_template_in(folder, config)
+    template = tokenizer.usage.chat_template
     stated = {} if template is None else {"tokenizer.chat_template": template}
     return {**{f"tokenizer.ggml.{name}": value for name, value in entries.items()}, **stated}
 
@@ -177,18 +177,6 @@ def _token_type(
         return CONTROL if added[index].get("special") else USER_DEFINED
     is_byte = model.get("byte_fallback") and token.startswith("<0x") and len(token) == 6
     return BYTE if is_byte else NORMAL
-
-
-def _content(token: Any) -> str | None:
-    """A special token's text in tokenizer_config.json."""
-    return token.get("content") if isinstance(token, dict) else token
-
-
-def _begins(pipeline: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """True if the beginning of sequence is put before a text."""
-    stated = config.get("add_bos_token")
-    bos = _content(config.get("bos_token"))
-    return bool(stated) if stated is not None else bos in json.dumps(pipeline.get("post_processor"))
 
 
 def _read_pipeline(folder: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import json
 import queue
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,7 +51,7 @@ class Conversation:
     messages: list[dict[str, Any]] = field(default_factory=list)
     reasoning: str = ""
 
-    def answer(self, text: str) -> Iterator[TurnDelta | ToolOutput]:
+    def answer(self, text: str) -> Generator[TurnDelta | ToolOutput, None, None]:
         """Streams the answer to a message, with the outputs of its tool calls.
 
         An answer that the caller ends early is kept as far as it came. One that fails is not, nor
@@ -67,7 +67,9 @@ class Conversation:
             ended = False
             while not ended:
                 turn = yield from self._turn()
-                replies, _, ended = environment.step(turn)
+                stepped = environment.step(turn)
+                assert isinstance(stepped, tuple), "a tool is async"
+                replies, _, ended = stepped
                 calls = turn["tool_calls"]
                 self.messages += [
                     {**reply, "tool_call_id": call["id"]}
@@ -82,7 +84,7 @@ class Conversation:
             if self.messages:  # calls that the caller did not wait for have no output
                 self.messages[-1].pop("tool_calls", None)
 
-    def _turn(self) -> Iterator[TurnDelta]:
+    def _turn(self) -> Generator[TurnDelta, None, dict[str, Any]]:
         """Streams one turn of the policy, appends its message and returns it."""
         message: dict[str, Any] = {"role": "assistant", "content": ""}
         calls: list[ToolCall] = []

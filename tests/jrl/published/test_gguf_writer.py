@@ -108,12 +108,17 @@ def test_quantised_matrices_have_the_values_of_their_blocks(tmp_path):
 def test_tokenizer_template_and_names_come_back(tmp_path):
     folder = tmp_path / "before"
     make_checkpoint(folder, *WRITTEN["llama"])
+    third = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]["!"]
+    ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    stated = json.dumps({"eos_token_id": [*ends, third]})
+    (folder / "generation_config.json").write_text(stated)
     after = come_back(folder, tmp_path)
     ours, theirs = (checkpoint_tokenizer(f, VOCAB_SIZE) for f in (folder, after))
     for text in ("Ann has 3 pens.", "  été \n\n水<|im_end|>x", "12345 it's"):
         assert ours.encode(text) == theirs.encode(text)
     assert ours.usage.chat_template == theirs.usage.chat_template
-    assert set(ours.stop_ids) == set(theirs.stop_ids) and ours.pad_id == theirs.pad_id
+    assert set(ours.stop_ids) == set(theirs.stop_ids) == {*ends, third}
+    assert ours.pad_id == theirs.pad_id
     assert ours.unused_ids == theirs.unused_ids != set()
     assert ours.prefix == theirs.prefix and ours.special_ids == theirs.special_ids
     stated = json.loads((after / "config.json").read_text())
@@ -146,12 +151,15 @@ def test_network_that_gguf_has_not_is_refused(tmp_path, model_type, options, mes
 def changed(pipeline, name):
     """A tokenizer.json with another part."""
     digits = {"type": "Digits", "individual_digits": False}
+    stripping = [{**token, "lstrip": True} for token in pipeline["added_tokens"]]
     changes = {
         "unigram": {"model": {"type": "Unigram", "vocab": []}},
         "digits": {"pre_tokenizer": digits},
         "lower": {"normalizer": {"type": "Lowercase"}},
         "suffix": {"model": {**pipeline["model"], "end_of_word_suffix": "</w>"}},
-        "strip": {"added_tokens": [{**pipeline["added_tokens"][0], "lstrip": True}]},
+        "strip": {
+            "added_tokens": [{**token, "lstrip": True} for token in pipeline["added_tokens"]]
+        },
     }
     return {**pipeline, **changes[name]}
 

@@ -1,4 +1,4 @@
-"""GGUF files in llama.cpp: its greedy tokens and their log-probabilities are those of the network."""
+"""GGUF files in llama.cpp: greedy tokens and their log-probabilities equal ours."""
 
 import jax
 import jax.numpy as jnp
