@@ -157,9 +157,7 @@ def changed(pipeline, name):
         "digits": {"pre_tokenizer": digits},
         "lower": {"normalizer": {"type": "Lowercase"}},
         "suffix": {"model": {**pipeline["model"], "end_of_word_suffix": "</w>"}},
-        "strip": {
-            "added_tokens": [{**token, "lstrip": True} for token in pipeline["added_tokens"]]
-        },
+        "strip": {"added_tokens": stripping},
     }
     return {**pipeline, **changes[name]}
 
