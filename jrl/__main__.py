@@ -27,6 +27,7 @@ COMMANDS = {
     "sft": Command("jrl.train", "fine-tune a policy on conversations (train sft)", ("sft",)),
     "evaluate": Command("jrl.evaluate", "evaluate a run or a checkpoint on held-out prompts"),
     "serve": Command("jrl.serve", "serve a run or a checkpoint by OpenAI's protocol"),
+    "chat": Command("jrl.chat", "converse with a run or a checkpoint in the terminal"),
     "export": Command("jrl.export", "write the policy of a run as a checkpoint of transformers"),
     "runs": Command("jrl.runs.__main__", "list, verify and prune the checkpoints of a run"),
     "report": Command("jrl.report.__main__", "write runs as one HTML page"),

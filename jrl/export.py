@@ -1,4 +1,5 @@
-"""``python -m jrl.export RUN --to DIR``: export of a run's policy as a Hugging Face checkpoint.
+"""``python -m jrl.export RUN --to DIR``: export of a run's policy as a Hugging Face checkpoint, a
+GGUF file or a repository of the Hub.
 
 DIR gets config.json and safetensors as `transformers` and vLLM read them, the tokenizer, the chat
 template, generation_config.json and a model card, README.md. The run may still be in progress;
@@ -11,8 +12,9 @@ import os
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +26,7 @@ from jrl.command_line import exit_status, parse_flags, start_jax
 from jrl.config.files import run_of
 from jrl.config.run import RunConfig
 from jrl.published.base_name import base_name
+from jrl.published.hub import check_target, push
 from jrl.runs.folder import RunFolder
 from jrl.text.load import load_tokenizer
 from jrl.text.tokenizer import Tokenizer
@@ -43,8 +46,16 @@ class ExportOptions:
 
     run: tyro.conf.Positional[str]
     """Folder of the run."""
-    to: str
+    to: str | None = None
     """Folder to create, which may not exist yet."""
+    gguf: str | None = None
+    """GGUF file to create, for llama.cpp."""
+    quantise: Literal["q8_0"] | None = None
+    """Quantise the matrices of the GGUF file; None keeps their dtype."""
+    push: str | None = None
+    """Repository of the Hugging Face Hub to upload to, OWNER/NAME, created private if it does not
+    exist, or a local folder to create, ./DIR. A run with adapters that are not merged pushes
+    these."""
     step: int | None = None
     """Step of the checkpoint; None is the newest."""
     merge: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -88,12 +99,24 @@ def _check(options: ExportOptions, folder: RunFolder) -> None:
             "an export needs safetensors and tokenizers, which are not both installed: run pip "
             'install -e ".[hf]"'
         )
-    target = Path(os.path.expanduser(options.to))
-    if target.exists() or target.is_symlink():
-        raise ValueError(f"to={options.to!r} already exists: choose a new folder.")
+    if not (options.to or options.gguf or options.push):
+        raise ValueError("nothing is to be written: give --to DIR, --gguf FILE or --push NAME.")
+    for name in ("to", "gguf"):
+        target = _path(getattr(options, name) or "")
+        if getattr(options, name) and (target.exists() or target.is_symlink()):
+            kind = "folder" if name == "to" else "file"
+            raise ValueError(f"{name}={str(target)!r} already exists: choose a new {kind}.")
+    if options.quantise and not options.gguf:
+        raise ValueError(
+            f"quantise={options.quantise!r} is for GGUF files: give --gguf FILE, or leave it out."
+        )
+    if options.gguf and find_spec("gguf") is None:
+        raise ValueError('gguf needs the package gguf: run pip install -e ".[gguf]"')
+    if options.push:
+        check_target(options.push)
     # Of a run that has them the file says so; one without any has no such setting.
-    adapted = folder.config()["run"].get("lora_rank") is not None
-    if adapted and not options.merge:
+    adapted = _is_adapted(folder)
+    if adapted and not options.merge and not _pushes_adapters(options, folder):
         raise ValueError(
             f"run {folder.path} trains adapters, which are in {folder.path / 'adapters'} in the "
             "format of PEFT: give --merge for full weights with the adapters merged."
@@ -105,7 +128,57 @@ def _check(options: ExportOptions, folder: RunFolder) -> None:
         )
 
 
+def _is_adapted(folder: RunFolder) -> bool:
+    """True if the run trains adapters."""
+    return folder.config()["run"].get("lora_rank") is not None
+
+
+def _pushes_adapters(options: ExportOptions, folder: RunFolder) -> bool:
+    """True if what is exported is the run's folder of adapters, as it is."""
+    if options.merge or options.to or options.gguf or not _is_adapted(folder):
+        return False
+    if options.step is not None or not (folder.path / "adapters").is_dir():
+        raise ValueError(
+            f"run {folder.path} has adapters of its end alone, in {folder.path / 'adapters'}: "
+            "leave out --step and wait for it, or give --merge."
+        )
+    return True
+
+
+def _path(name: str) -> Path:
+    return Path(os.path.expanduser(name))
+
+
 def _export(options: ExportOptions, folder: RunFolder, run: RunConfig) -> None:
+    """Writes the checkpoint folder, and the file and the repository that are made of it."""
+    if options.push and _pushes_adapters(options, folder):
+        print(f"pushed to {push(folder.path / 'adapters', options.push)}")
+        return
+    parent = None
+    if options.gguf is not None:
+        parent = _path(options.gguf).absolute().parent
+        parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        if options.to is None:  # for a time, on the disk of the file
+            name = tempfile.TemporaryDirectory(dir=parent, prefix=".export-")
+            target = Path(stack.enter_context(name)) / folder.path.resolve().name
+        else:
+            target = _path(options.to)
+        base = _write_checkpoint(options, folder, run, target)
+        if options.gguf is not None:
+            from jrl.published.gguf_writer import Description, write_gguf
+
+            description = Description(folder.path.resolve().name, base)
+            write_gguf(target, _path(options.gguf), description, options.quantise)
+            print(f"{options.gguf}: {_path(options.gguf).stat().st_size / 1e6:.1f} MB")
+        if options.push is not None:
+            print(f"pushed to {push(target, options.push)}")
+
+
+def _write_checkpoint(
+    options: ExportOptions, folder: RunFolder, run: RunConfig, target: Path
+) -> str | None:
+    """Writes the policy as a checkpoint folder, and returns the name of its base."""
     import jax  # its devices are chosen by now
 
     from jrl.text.checkpoint_files import checkpoint_files
@@ -131,7 +204,7 @@ def _export(options: ExportOptions, folder: RunFolder, run: RunConfig) -> None:
     base = _base_of(options, folder, run)
     files[CARD] = model_card(folder, CardSubject("checkpoint", base, step)).encode()
     architecture = family_for(model, architecture).architecture
-    with _atomic_folder(Path(os.path.expanduser(options.to))) as folder_in_progress:
+    with _atomic_folder(target) as folder_in_progress:
         for name, content in files.items():
             (folder_in_progress / name).write_bytes(content)
         save(
@@ -143,8 +216,8 @@ def _export(options: ExportOptions, folder: RunFolder, run: RunConfig) -> None:
             about=extra_options,
         )
     print(
-        f"{options.to}: {architecture}, {num_parameters(model):,} parameters in {dtype}, "
-        f"{folder.path} after step {step}"
+        f"{options.to or folder.path.name}: {architecture}, {num_parameters(model):,} parameters "
+        f"in {dtype}, {folder.path} after step {step}"
     )
     print(f"in addition to the weights: {', '.join(sorted(files))}")
     if "tokenizer.json" not in files:
@@ -152,6 +225,7 @@ def _export(options: ExportOptions, folder: RunFolder, run: RunConfig) -> None:
             "tokenizer.model is the run's SentencePiece model, for which transformers has no "
             "class: --model hf:DIR of jrl reads it; elsewhere give token ids or use sentencepiece."
         )
+    return base
 
 
 def _describe_network(

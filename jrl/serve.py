@@ -21,7 +21,10 @@ from jrl.published.location import is_checkpoint
 from jrl.tasks.data.conversations import template_arguments
 
 if TYPE_CHECKING:
-    from jrl.trainer.evaluation.served_model import ServedModel
+    from jrl.serving.metrics import Metrics, NoMetrics
+    from jrl.serving.policy import ApiModel
+    from jrl.serving.service import Service
+    from jrl.trainer.evaluation.served_model import RequestedSplit, ServedModel
     from moe.config import ModelConfig
 
 KEY_VARIABLE = "JRL_API_KEY"
@@ -32,12 +35,45 @@ DEFAULT_CACHE_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
-class ServeOptions:
-    """Arguments of ``python -m jrl.serve``."""
+class PolicyOptions:
+    """Arguments of ``jrl serve`` and ``jrl chat`` for the policy."""
 
     run: tyro.conf.Positional[str]
-    """Folder of a run, whose newest checkpoint is served; or a published checkpoint: DIR, gguf:FILE
+    """Folder of a run, whose newest checkpoint answers; or a published checkpoint: DIR, gguf:FILE
     or pip:NAME."""
+    length: int | None = None
+    """Maximum tokens of prompt and completion in total; None is what the network supports, or as
+    much of that as fits a KV cache of 4 GiB for all slots, and at least 1024."""
+    max_tokens: int | None = None
+    """Maximum tokens of a completion; None is what the length leaves."""
+    chat_template_kwargs: str | None = None
+    """A JSON object of default variables for the chat template, such as {"enable_thinking": false};
+    None takes the run's."""
+    lora: str | None = None
+    """Folder of LoRA adapters in PEFT's format, which are merged into the published checkpoint."""
+    chat_template: str = "checkpoint"
+    """Chat template: that of the run or checkpoint, a Jinja file, or "none"."""
+    ignore_options: tuple[str, ...] = ()
+    """Options of a checkpoint's config.json to pass over, as --ignore-options of jrl.train."""
+    generation_config: Literal["checkpoint", "none"] = "checkpoint"
+    """Sampling defaults: those of a published checkpoint's generation_config.json, or none."""
+    layout: str | None = None
+    """Layout of the devices (parallelism); None takes the run's layout for sampling, and one device
+    for a published checkpoint."""
+    devices: int | None = None
+    """Number of fake CPU devices; None takes the real ones."""
+
+    def check(self) -> None:
+        """Raises ValueError for flags that cannot be."""
+        check_range(self, ("max_tokens", "devices"), 1)
+        check_range(self, ("length",), 2)
+        template_arguments(self.chat_template_kwargs)
+
+
+@dataclass(frozen=True)
+class ServeOptions(PolicyOptions):
+    """Arguments of ``python -m jrl.serve``."""
+
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every network of the machine. One that other machines can
     reach needs --api-key, or --allow-anyone."""
@@ -50,11 +86,6 @@ class ServeOptions:
     of the attention devices of a split times its micro-batches."""
     queue: int = 256
     """Choices that may wait for a slot; requests with more are refused with 429."""
-    length: int | None = None
-    """Maximum tokens of prompt and completion in total; None is what the network supports, or as
-    much of that as fits a KV cache of 4 GiB for all slots, and at least 1024."""
-    max_tokens: int | None = None
-    """Maximum tokens of a completion; None is what the length leaves."""
     window: int = 8
     """Tokens of a choice between two scheduler steps, which admit and remove requests: fewer stream
     more smoothly, more take less time in total."""
@@ -84,21 +115,6 @@ class ServeOptions:
     seed: int = 0
     """Random seed of sampling. The same seed, with the same seed in a request, gives the same
     completion."""
-    chat_template_kwargs: str | None = None
-    """A JSON object of default variables for the chat template, such as {"enable_thinking": false};
-    None takes the run's."""
-    lora: str | None = None
-    """Folder of LoRA adapters in PEFT's format, which are merged into the published checkpoint."""
-    chat_template: str = "checkpoint"
-    """Chat template: that of the run or checkpoint, a Jinja file, or "none"."""
-    ignore_options: tuple[str, ...] = ()
-    """Options of a checkpoint's config.json to pass over, as --ignore-options of jrl.train."""
-    generation_config: Literal["checkpoint", "none"] = "checkpoint"
-    """Sampling defaults of requests: those of a published checkpoint's generation_config.json, or
-    none."""
-    layout: str | None = None
-    """Layout of the devices (parallelism); None takes the run's layout for sampling, and one device
-    for a published checkpoint."""
     split: str | None = None
     """Attention and experts on separate device groups (disaggregated decoding), for example "tp1
     dp2 / ep2": attention on tp x dp of them, experts on ep (x etp) others. None takes the run's
@@ -112,8 +128,6 @@ class ServeOptions:
     replan: int | None = None
     """Tokens of a row between rebalancings of the expert placement, by exponentially decayed token
     counts; None keeps the placement, or is the run's."""
-    devices: int | None = None
-    """Number of fake CPU devices; None takes the real ones."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -135,10 +149,10 @@ def _main(arguments: list[str]) -> int:
 
 def _check(options: ServeOptions) -> None:
     """Raises ValueError for flags that cannot be."""
-    check_range(options, ("slots", "window", "max_body", "max_tokens", "devices", "connections"), 1)
+    options.check()
+    check_range(options, ("slots", "window", "max_body", "connections"), 1)
     check_range(options, ("micro_batches", "expert_slots", "replan"), 1)
     check_range(options, ("queue", "port"), 0)
-    check_range(options, ("length",), 2)
     if options.port >= 2**16:
         raise ValueError(f"port={options.port} must lie in 0..65535.")
     if options.api_key == "":
@@ -148,7 +162,6 @@ def _check(options: ServeOptions) -> None:
     for origin in options.allowed_origins:
         check_origin(origin)
     check_seed(options.seed)
-    template_arguments(options.chat_template_kwargs)
     modules = {
         "starlette": find_spec("starlette"),
         "uvicorn": find_spec("uvicorn"),
@@ -204,53 +217,28 @@ def _serve(options: ServeOptions) -> None:
 
 def _build_service(options: ServeOptions):
     """Builds the service and its front end; returns them and the name of the model."""
-    import jax
-
-    from jrl.serving.api.output import MAX_TOP_LOGPROBS
     from jrl.serving.application import FrontEnd
     from jrl.serving.metrics import Metrics
-    from jrl.serving.policy import ApiModel
-    from jrl.serving.service import Service
-    from jrl.trainer.evaluation.served_model import RequestedSplit, open_served_model
+    from jrl.trainer.evaluation.served_model import RequestedSplit
 
-    split = RequestedSplit(
-        options.split, options.micro_batches, options.expert_slots, options.replan
-    )
-    policy = open_served_model(
-        options.run, options.layout, split, options.ignore_options, options.lora
-    )
-    policy = _with_template(options, policy)
-    positions = policy.model.max_positions
     if options.follow and is_checkpoint(options.run):
         raise ValueError(
             f"follow=True has nothing to follow: {options.run} is a checkpoint of one version. "
             "Leave out --follow, or serve a run."
         )
-    length = options.length
-    if length is None:
-        length, note = choose_length(policy.model, options.slots)
-        if note:
-            print(note, file=sys.stderr)
-    if positions is not None and length > positions:
-        raise ValueError(
-            f"length={length} is more than the {positions} positions that the network supports: "
-            "lower --length."
-        )
-    engine = policy.engine(
-        slots=options.slots,
-        max_length=length,
-        key=jax.random.key(options.seed),
-        top_logprobs=min(MAX_TOP_LOGPROBS, policy.model.num_used_ids),
+    split = RequestedSplit(
+        options.split, options.micro_batches, options.expert_slots, options.replan
     )
-    name, metrics = options.name or policy.name, Metrics(options.slots)
-    format = policy.format
-    if options.chat_template_kwargs is not None:
-        arguments = template_arguments(options.chat_template_kwargs)
-        format = replace(format, template_arguments=arguments)
-    defaults, longest = _defaults(options, policy)
-    served = ApiModel(name, format, length, options.max_tokens, int(time.time()), defaults, longest)
-    service = Service(
-        engine, served, policy.versions, metrics, queue=options.queue, window=options.window
+    policy, metrics = open_policy(options, split), Metrics(options.slots)
+    service, served = build_service(
+        options,
+        policy,
+        metrics,
+        seed=options.seed,
+        slots=options.slots,
+        queue=options.queue,
+        window=options.window,
+        name=options.name,
     )
     front = FrontEnd(
         service,
@@ -261,10 +249,77 @@ def _build_service(options: ServeOptions):
         allowed_origins=options.allowed_origins,
         allowed_hosts=(options.host, *options.allowed_hosts),
     )
-    return service, front, name
+    return service, front, served.name
 
 
-def _with_template(options: ServeOptions, policy: "ServedModel") -> "ServedModel":
+def open_policy(options: PolicyOptions, split: "RequestedSplit | None" = None) -> "ServedModel":
+    """Opens the policy with its chat template."""
+    from jrl.trainer.evaluation.served_model import open_served_model
+
+    policy = open_served_model(
+        options.run, options.layout, split, options.ignore_options, options.lora
+    )
+    return _with_template(options, policy)
+
+
+def build_service(
+    options: PolicyOptions,
+    policy: "ServedModel",
+    metrics: "Metrics | NoMetrics",
+    *,
+    seed: int,
+    slots: int,
+    queue: int,
+    window: int,
+    name: str | None = None,
+) -> "tuple[Service, ApiModel]":
+    """Builds the engine of a policy and its service; returns the service and the model in it.
+
+    Args:
+      seed: of sampling.
+      slots, queue, window: as of `ServeOptions`.
+      name: of the model for clients; None is that of the folder.
+    """
+    import jax
+
+    from jrl.serving.api.output import MAX_TOP_LOGPROBS
+    from jrl.serving.policy import ApiModel
+    from jrl.serving.service import Service
+
+    positions, length = policy.model.max_positions, options.length
+    if length is None:
+        length, note = choose_length(policy.model, slots)
+        if note:
+            print(note, file=sys.stderr)
+    if positions is not None and length > positions:
+        raise ValueError(
+            f"length={length} is more than the {positions} positions that the network supports: "
+            "lower --length."
+        )
+    engine = policy.engine(
+        slots=slots,
+        max_length=length,
+        key=jax.random.key(seed),
+        top_logprobs=min(MAX_TOP_LOGPROBS, policy.model.num_used_ids),
+    )
+    format = policy.format
+    if options.chat_template_kwargs is not None:
+        arguments = template_arguments(options.chat_template_kwargs)
+        format = replace(format, template_arguments=arguments)
+    defaults, longest = _defaults(options, policy)
+    served = ApiModel(
+        name or policy.name,
+        format,
+        length,
+        options.max_tokens,
+        int(time.time()),
+        defaults,
+        longest,
+    )
+    return Service(engine, served, policy.versions, metrics, queue=queue, window=window), served
+
+
+def _with_template(options: PolicyOptions, policy: "ServedModel") -> "ServedModel":
     """The model with the requested chat template, and its end of a turn."""
     from jrl.config.run import RunConfig
     from jrl.text.prompt_format import CHECKPOINT_TEMPLATE, prompt_format, with_template
@@ -278,7 +333,7 @@ def _with_template(options: ServeOptions, policy: "ServedModel") -> "ServedModel
     )
 
 
-def _defaults(options: ServeOptions, policy: "ServedModel") -> tuple[dict[str, Any], int | None]:
+def _defaults(options: PolicyOptions, policy: "ServedModel") -> tuple[dict[str, Any], int | None]:
     """Default arguments of requests, and most tokens of a chat's completion."""
     from jrl.serving.api.sampling import GENERATION_CONFIG, read_generation_config
 

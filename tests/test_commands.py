@@ -15,7 +15,8 @@ import tyro
 
 from benchmarks.faults import __main__ as simulated_faults
 from benchmarks.planner.serving.__main__ import PARSER as SERVERS
-from jrl import evaluate, export, serve
+from jrl import chat, evaluate, export, serve
+from jrl.__main__ import COMMANDS
 from jrl.config import flags
 from jrl.config.run import RunConfig
 from jrl.config.run_code import RunCode
@@ -57,13 +58,23 @@ def prose(page):
 
 
 def commands(page):
-    """Lines of code blocks, and code within a paragraph or a table; without comments."""
+    """Lines of code blocks, and code within a paragraph or a table, as `python -m MODULE ...`;
+    without comments."""
     blocks = re.findall(r"(?ms)^ *```[a-z]*\n(.*?)^ *```", page)
     spans = re.findall(r"`([^`]+)`", prose(page))
     for line in [line for block in blocks for line in block.splitlines()] + spans:
-        for part in re.split(r"&&|&$", line.strip().removeprefix("$ ")):
-            if re.match(r"\s*(\w+=\S+ )*python ", part):
-                yield shlex.join(shlex.split(part, comments=True))
+        for part in re.split(r"&&| \| |&$", line.strip().removeprefix("$ ")):
+            if re.match(r"\s*(\w+=\S+ )*(python|jrl) ", part):
+                yield shlex.join(as_module(shlex.split(part, comments=True)))
+
+
+def as_module(words):
+    """The words of a command with `python -m MODULE` in place of `jrl COMMAND`."""
+    if "python" in words or words[words.index("jrl") + 1] not in COMMANDS:
+        return words
+    before, (name, *after) = words[: words.index("jrl")], words[words.index("jrl") + 1 :]
+    module = COMMANDS[name].module.removesuffix(".__main__")
+    return [*before, "python", "-m", module, *COMMANDS[name].words, *after]
 
 
 TEXTS = [*map(text, PAGES), *map(notebook_text, sorted((ROOT / "notebooks").glob("*.ipynb")))]
@@ -72,12 +83,13 @@ FOUND = sorted({command for page in TEXTS for command in commands(page)})
 
 def words_of(command):
     words = shlex.split(command)
-    words = words[words.index("python") + 1 :]
+    words = words[words.index("python") + 1 :] if "python" in words else words
     return [word for word in words if word not in ("...", "RUN...")]
 
 
 def given(program):
-    return [c for c in FOUND if words_of(c)[:2] == ["-m", program]]
+    """Commands of a program, without its name alone."""
+    return [c for c in FOUND if words_of(c)[:2] == ["-m", program] and len(words_of(c)) > 2]
 
 
 def read_by(main, command, monkeypatch):
@@ -111,7 +123,15 @@ def test_there_are_commands():
         "benchmarks.gpu",
     }
     benchmarks |= {f"benchmarks.{name}" for name in ("dispatch", "harness", "rollout", "serve")}
-    tested = {"jrl.evaluate", "jrl.export", "jrl.faults", "jrl.report", "jrl.serve", "jrl.train"}
+    tested = {
+        "jrl.chat",
+        "jrl.evaluate",
+        "jrl.export",
+        "jrl.faults",
+        "jrl.report",
+        "jrl.serve",
+        "jrl.train",
+    }
     tested |= {
         "jrl.launch",
         "jrl.runs",
@@ -179,8 +199,6 @@ def test_launch_reads(command, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("command", given("jrl.evaluate"))
 def test_evaluate_reads(command, monkeypatch):
-    if len(words_of(command)) == 2:
-        return  # the name of the program alone
     read_by(evaluate._main, command, monkeypatch)
 
 
@@ -192,6 +210,11 @@ def test_tasks_reads(command, monkeypatch):
 @pytest.mark.parametrize("command", given("jrl.serve"))
 def test_serve_reads(command, monkeypatch):
     read_by(serve._main, command, monkeypatch)
+
+
+@pytest.mark.parametrize("command", given("jrl.chat"))
+def test_chat_reads(command, monkeypatch):
+    read_by(chat._main, command, monkeypatch)
 
 
 @pytest.mark.parametrize("command", given("jrl.export"))
@@ -216,8 +239,6 @@ def test_report_reads(command, monkeypatch):
 
 @pytest.mark.parametrize("command", given("jrl.runs"))
 def test_runs_reads(command, monkeypatch):
-    if len(words_of(command)) == 2:
-        return  # the name of the program alone
     read_by(runs._main, command, monkeypatch)
 
 

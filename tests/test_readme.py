@@ -17,7 +17,7 @@ def test_quick_start_is_two_blocks_of_one_line():
     section = README.read_text().split("## Quick start", 1)[1].split("\n## ", 1)[0]
     blocks = re.findall(r"(?ms)^```bash\n(.*?)^```", section)
     assert [block.count("\n") for block in blocks] == [1, 1]
-    assert "python -m jrl.train" in blocks[0]
+    assert "jrl train" in blocks[0]
     assert "pytest" in blocks[1]
 
 

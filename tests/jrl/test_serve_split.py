@@ -49,7 +49,7 @@ def answers(request):
         return service, asyncio.run(asked())
     finally:
         service.close()
-        service._thread.join(10)
+        service.join(10)
 
 
 @pytest.mark.slow

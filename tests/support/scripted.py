@@ -103,6 +103,21 @@ class Scripted(Engine):
         return written
 
 
+class Turns(Scripted):
+    """An engine that says one text after another, from the first again after the last."""
+
+    def __init__(self, tokenizer, texts):
+        end = tokenizer.special_tokens["<|im_end|>"]
+        self.texts = [[*tokenizer.encode_special(text), end] for text in texts]
+        self.prompts = []
+        super().__init__(1, self.texts[0], tokenizer.stop_ids)
+
+    def submit(self, requests):
+        self.says = self.texts[len(self.prompts) % len(self.texts)]
+        self.prompts += [request.tokens.tolist() for request in requests]
+        super().submit(requests)
+
+
 class Newer:
     """A policy of which each version comes after the one before."""
 
@@ -171,7 +186,7 @@ class House:
         finally:
             self.engine.held = False
             self.service.close()
-            self.service._thread.join(5)
+            self.service.join(5)
             assert self.service.ended
 
     def numbers(self):

@@ -19,6 +19,7 @@ from jrl.rollout.decoding.build import build_engine
 from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.expert_balancer import first_placement
 from jrl.rollout.decoding.sizes import SERVING
+from jrl.rollout.decoding.slots import ranks
 from jrl.rollout.decoding.split_backend import DeviceSplit
 from jrl.rollout.resharding import rollout_layout, rollout_mesh
 from jrl.rollout.settings import SplitSettings
@@ -145,6 +146,14 @@ class ServedModel:
     device_split: DeviceSplit | None
     format: PromptFormat
     versions: PolicySource
+
+    @property
+    def fewest_slots(self) -> int:
+        """Smallest number of slots that divides over the devices."""
+        split = self.device_split
+        if split is None:
+            return ranks(self.mesh)
+        return ranks(split.mesh.attention) * split.micro_batches
 
     def engine(self, *, slots: int, max_length: int, key: Array, top_logprobs: int) -> Engine:
         """Builds its serving engine, without weights, as `build_engine` does."""
