@@ -31,9 +31,9 @@ from jrl.processes.agreement import (
     is_main_process,
     is_multiprocess,
 )
-from jrl.processes.coordinator import process_id
+from jrl.processes.coordinator import exit_without_waiting, process_id
 from jrl.processes.software import short_hash
-from jrl.processes.supervisor import DRAINED, UNSUPERVISED, Supervisor
+from jrl.processes.supervisor import DRAINED, INTERRUPTED, UNSUPERVISED, Supervisor
 from jrl.processes.watchdog import jax_heartbeat
 from jrl.report.evaluation import summarize_run
 from jrl.runs import provenance, records
@@ -406,18 +406,19 @@ def _train(
         with CompilationWatch() if is_main_process() else nullcontext():
             outcome = train(setup, folder, weights, adapters, prompts_seen, supervisor)
     except KeyboardInterrupt:
+        exit_without_waiting(INTERRUPTED)
         print(f"interrupted; resume from the last checkpoint with: {resume}", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     if outcome.drained is not None:
         print(f"{outcome.drained}; resume without that machine with: {resume}")
         return DRAINED
+    if outcome.saved and is_main_process():
+        print(summarize_run(folder))
     if not outcome.saved:
         print(f"stopped in the warm start, before the first checkpoint; restart with: {resume}")
     elif outcome.stopped:
         print(f"stopped after step {outcome.step} of {setup.run.steps}; resume with: {resume}")
-    elif is_main_process():
-        print(summarize_run(folder))
-    return 0
+    return INTERRUPTED if outcome.interrupted else 0
 
 
 if __name__ == "__main__":

@@ -42,6 +42,11 @@ class Stop:
     def __bool__(self) -> bool:
         return bool(self._received)
 
+    @property
+    def is_interrupted(self) -> bool:
+        """True if a person pressed Ctrl-C, rather than a machine ending its programs."""
+        return signal.SIGINT in self._received
+
     def __enter__(self) -> "Stop":
         if threading.current_thread() is not threading.main_thread():
             return self

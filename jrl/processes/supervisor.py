@@ -6,6 +6,9 @@ DRAINED = 75
 """Exit status of a run that ended for a restart that leaves out a faulty machine (EX_TEMPFAIL of
 sysexits.h). All of its processes have it."""
 
+INTERRUPTED = 130
+"""Exit status of a command that Ctrl-C ended (128 + SIGINT)."""
+
 
 class Supervisor:
     """Supervisor that does nothing: of a run that a person started. Launchers derive theirs."""

@@ -25,6 +25,9 @@ from jrl.report import compilation
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-=+*%#"
 
+LONG_STEP = 10.0
+"""Seconds since the last step from which each step is printed as a line."""
+
 # Label, metric and format of the cells below the bar, in reading order; absent ones are left out.
 CELLS = (
     ("length", "response_length/mean", "{:.1f} tokens"),
@@ -144,14 +147,19 @@ class _ProgressDisplay:
     def _show(
         self, step: int, side: str, body: RenderableType, line: str, always: bool = False
     ) -> None:
-        """Show `body` on a terminal, or print `line` if it is due or `always`."""
-        first = not self._ticks
+        """Show `body` on a terminal. Print `line` after a long step, and if there is no terminal
+        also if it is due or `always`."""
+        first, now = not self._ticks, time.monotonic()
+        is_long = now - (self._started if first else self._ticks[-1][1]) >= LONG_STEP
         self._step, self._side, self._body = step, side, body
-        self._ticks.append((step, time.monotonic()))
+        self._ticks.append((step, now))
         if self._live is not None:
+            if is_long:
+                self._live.console.print(Text(line), soft_wrap=True)  # above the display
             return
         self._last_line = (step, line)
-        if first or always or step >= self._num_steps or step >= self._printed + self._every:
+        is_due = step >= self._num_steps or step >= self._printed + self._every
+        if first or always or is_long or is_due:
             self._print_line()
 
     def _note(self, line: str) -> None:

@@ -4,6 +4,7 @@ import html
 import json
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from jrl.report.metrics import describe
+from jrl.report.metrics import always_zero, describe
 from jrl.report.plots import PANELS
 from jrl.report.suspicion import first_suspicion
 from jrl.runs import records
@@ -38,18 +39,23 @@ MAX_SAMPLE_CHARACTERS = 1_200_000
 """Maximum characters of JSON for the samples of all runs of a page together."""
 
 
-def write_page(folders: Sequence[RunFolder], path: Path | str) -> Path:
+def write_page(folders: Sequence[RunFolder], path: Path | str, *, running: bool = False) -> Path:
     """Write the page of one run, or of several side by side, which may still be in progress.
 
     The replacement of `path` is atomic.
 
+    Args:
+      running: true if this process is writing the run: the page then says how far it was, and when.
+
     Raises:
-      ValueError: for no run, one that is given twice or has no metrics, or a damaged line.
+      ValueError: for no run, one that is given twice, or a damaged line.
     """
     if not folders:
         raise ValueError("folders=[] holds no run: give at least one")
     path = Path(path)
     data = page_data(folders, path.parent)
+    if running:
+        data["drawn"] = time.strftime("%Y-%m-%d %H:%M:%S")
     heading = " · ".join(run["name"] for run in data["runs"])
     path.parent.mkdir(parents=True, exist_ok=True)
     records.replace(path, render_page(data, heading).encode())
@@ -100,12 +106,7 @@ def page_data(folders: Sequence[RunFolder], base: Path | None = None) -> dict[st
 def run_data(folder: RunFolder, name: str, characters: int, base: Path) -> dict[str, Any]:
     """Data of one run, by its name on the page in the folder `base`; `characters` limits the JSON
     of its samples."""
-    if not folder.metrics_path.exists():
-        raise ValueError(
-            f"run folder {folder.path} has no metrics.jsonl: it has no step to show; wait for its "
-            "first evaluation, or give another run"
-        )
-    lines = records.read_metrics(folder.metrics_path)
+    lines = folder.metrics()
     thinned = thin(lines, MAX_POINTS)
     columns = dict.fromkeys(name for line in lines for name in line if name != "step")
     samples = records.read_samples(folder.samples_path) if folder.samples_path.exists() else []
@@ -119,6 +120,7 @@ def run_data(folder: RunFolder, name: str, characters: int, base: Path) -> dict[
         "metrics": {name: [records.plain(line.get(name)) for line in thinned] for name in columns},
         "lines": len(lines),
         "suspicion": None if suspicion is None else {"step": suspicion[0], "reasons": suspicion[1]},
+        "zeros": always_zero(lines),
         "profiles": profile_data(folder, base),
         "samples": fit_samples(samples, characters),
         "num_samples": len(samples),

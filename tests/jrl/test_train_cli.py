@@ -204,7 +204,7 @@ def test_a_run_stopped_in_its_warm_start_says_how_to_begin_again(monkeypatch, ca
         return update(*arguments)
 
     monkeypatch.setattr(of_update, "update", interrupted)
-    assert main([*FLAGS, "--run-dir", "run"]) == 0
+    assert main([*FLAGS, "--run-dir", "run"]) == 130
     said = capsys.readouterr()
     assert "in the warm start, before the first checkpoint; restart with: python -m" in said.out
     assert "--resume --run-dir run" in said.out
