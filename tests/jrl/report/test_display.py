@@ -1,5 +1,7 @@
 import io
 import math
+import re
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -85,6 +87,18 @@ def test_a_pipe_gets_one_plain_line_every_few_steps():
     # The first, an evaluation, ten after each, and the last.
     assert steps == [1, 11, 14, 23]
     assert "\x1b" not in written(console)
+
+
+@pytest.mark.parametrize("console", [pipe(), terminal()], ids=["pipe", "terminal"])
+def test_a_step_of_ten_seconds_is_a_line_of_its_own(console, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(display, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with display.TrainingDisplay(100, console=console, every=50) as shown:
+        for step, seconds in enumerate([12.0, 3.0, 9.0, 11.0, 3.0, 10.0], start=1):
+            now[0] += seconds
+            shown.update(step, {"actor/loss": 0.25})
+        found = re.findall(r"completed step: (\d+)/100, loss: 0.2500\s", written(console))
+    assert found == ["1", "4", "6"]
 
 
 def test_step_line_shows_slot_utilisation():

@@ -1,6 +1,7 @@
 """A run that was killed goes on as if it had not been, bit for bit."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -164,6 +165,22 @@ def test_a_signal_finishes_the_step_saves_and_draws(
     assert read(path / "samples.jsonl") == expected.samples
     # Where there is nothing left to do, nothing is done.
     assert begin_or_go_on(expected.setup, path) == loop.Outcome(step=3, stopped=False)
+    assert metrics_of(path) == expected.metrics
+    assert read(path / "samples.jsonl") == expected.samples
+
+
+@pytest.mark.slow
+def test_checkpoints_by_minutes_change_nothing(finished, tmp_path):
+    """A checkpoint after every step, each as long after the last one as it takes; the run goes on
+    from the first."""
+    expected, path = finished("grpo"), tmp_path / "run"
+    run = replace(expected.setup.run, checkpoint_every=99, checkpoint_minutes=1e-9)
+    setup = replace(expected.setup, run=run)
+    assert begin_or_go_on(setup, path).step == 3
+    checkpoints = path / "checkpoints"
+    assert Checkpoints(checkpoints).steps() == [2, 3] and metrics_of(path) == expected.metrics
+    shutil.rmtree(checkpoints / "3")
+    assert begin_or_go_on(setup, path).step == 3
     assert metrics_of(path) == expected.metrics
     assert read(path / "samples.jsonl") == expected.samples
 
