@@ -152,13 +152,15 @@
       const room = (isConstant ? 0 : (most - least) * 0.06) || Math.abs(most) * 0.1 || 0.1;
       return [least - room * (low === null ? 1 : 0.4), most + room * (high === null ? 1 : 0.4)];
     };
-    const across = (u, least, most) => (least === null ? [0, 1] : least === most ? [Math.max(0, least - 1), most + 1] : [least, most]);
+    // uPlot gives one point the range from 0 to 100.
+    const across = (u, least, most) => { const [at, ...more] = u.data[0]; return more.length ? [least, most] : [Math.max(0, at - 1), at + 1]; };
     mount(box, { axes: axes(spec, axis), series, scales: { x: { time: false, range: across }, y: { range } } }, uPlot.join(tables), axis);
   }
 
   function mount(box, options, table, axis) {
     const width = Math.max(200, Math.floor(box.clientWidth)), height = 230;
     const plot = new uPlot({ width, height, cursor: { sync: { key: "runs of " + axis }, focus: { prox: 24 } }, ...options }, table, box);
+    box.plot = plot;
     charts.push({ plot, box });
     watcher.observe(box);
   }

@@ -39,14 +39,12 @@ def test_page_is_drawn_at_the_start_and_at_each_evaluation():
     assert drawings.count == 4
 
 
-def test_steps_are_drawn_once_in_an_interval():
+def test_steps_without_evaluation_are_drawn_after_the_interval():
     drawings = Drawings()
-    with LivePage(drawings, FewWarnings(), interval=0.2) as page:
+    with LivePage(drawings, FewWarnings(), interval=0.0) as page:
         drawings.wait()
-        for _ in range(1000):
-            page.step_ended(evaluated=False)
+        page.step_ended(evaluated=False)
         drawings.wait()
-    assert drawings.count == 2
 
 
 @pytest.mark.parametrize("error", [ValueError("a\nb"), OSError(28, "no space"), KeyError("x")])
