@@ -28,6 +28,9 @@ MAX_KINDS = 200
 NAMES = {
     "update": "the update of the weights",
     "admit": "the pass over prompts",
+    "admit_prefilled": "the pass over prompts",
+    "run_packed": "the pass over prompts",
+    "copy_to_cache": "the copy of prompts to the cache",
     "advance": "the decoding loop",
     "targets_of": "the advantages",
     "_copy_leaves": "the copy of the policy",
@@ -35,10 +38,8 @@ NAMES = {
     "correct": "the mismatch correction",
     "mismatch_metrics": "the comparison of sampler and trainer",
     "_mismatch_of": "the comparison of sampler and trainer",
-    "logprobs_of": "the scoring pass",
-    "logprobs_and_entropy_of": "the scoring pass",
-    "logprobs_and_choices_of": "the scoring pass",
-    "values_of": "the critic's scoring pass",
+    "score_rows": "the scoring pass",
+    "read_rows": "the scoring pass",
 }
 """Displayed names of functions that take long to compile, by function name."""
 

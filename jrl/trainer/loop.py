@@ -169,6 +169,8 @@ def train(
                 )
             except WarmStartStopped:
                 return Outcome(0, stopped=True, saved=False, interrupted=_interrupted(stop))
+            if is_main_process():
+                print("evaluating the policy before the first step ...", flush=True)
             with phase("evaluation"):
                 metrics |= stage.evaluate(state) | stage.data_metrics()
             with appender(folder.metrics_path) as lines:

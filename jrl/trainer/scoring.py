@@ -75,8 +75,12 @@ class RetryOnOverflow:
     def __init__(self, function: Pass, num_static: int = 1, least_effort: bool = False):
         options: Any = {"static_argnums": tuple(range(num_static)), "least_effort": least_effort}
         self.with_overflow = MeshJit(function, **options)
-        # Dropless buffers count no overflow: the second result is None.
-        self.dropless = MeshJit(lambda *args: function(*args)[0], **options)
+
+        def without_overflow(*args: Any) -> Any:
+            return function(*args)[0]  # dropless buffers count none
+
+        without_overflow.__name__ = function.__name__  # by which compilations are reported
+        self.dropless = MeshJit(without_overflow, **options)
         self.__doc__ = function.__doc__
 
     def __call__(self, scorer: Any, *args: Any) -> Any:

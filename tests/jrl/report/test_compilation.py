@@ -11,6 +11,10 @@ from rich.console import Console
 from jrl.report import compilation
 from jrl.report.compilation import COMPILED, LOWERED, CompilationWatch, Durations
 from jrl.report.display import TrainingDisplay
+from jrl.rollout.decoding import mesh_backend, packed_prompts, prefill
+from jrl.trainer import scoring
+from jrl.trainer import step as stepping
+from jrl.trainer.learner import update as of_update
 
 
 def watch(short=0.0, terminal=False):
@@ -125,3 +129,24 @@ def test_a_display_on_a_terminal_draws_the_line():
         watched._on_event(COMPILED, 0.1, fun_name="jit(update)")
         display.update(1, {"critic/score/mean": 0.5})
     assert printed(watched) == "", "the line was printed into the drawing"
+
+
+# Each function that takes long, as it is jitted: a name that none has would be "a program".
+COMPILED_FUNCTIONS = {
+    "the update of the weights": [of_update.update],
+    "the pass over prompts": [prefill.admit, prefill.admit_prefilled, packed_prompts.run_packed],
+    "the decoding loop": [mesh_backend.advance],
+    "the advantages": [stepping.targets_of],
+    "the scoring pass": [
+        scoring.logprobs_of.dropless,
+        scoring.logprobs_and_entropy_of_few.with_overflow,
+        scoring.values_of.dropless,
+        scoring._score_packed.with_overflow,
+    ],
+}
+
+
+@pytest.mark.parametrize("name", COMPILED_FUNCTIONS)
+def test_names_are_of_functions_that_exist(name):
+    for jitted in COMPILED_FUNCTIONS[name]:
+        assert compilation.NAMES[jitted._function.__name__] == name

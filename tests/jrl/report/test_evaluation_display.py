@@ -131,4 +131,6 @@ def test_first_evaluation_is_a_line():
         "0.500, greedy 0.625 (2.5 s)"
     )
     line = first_evaluation({"val/nll": 1.25, "timing_s/testing": 1.0})
-    assert line == "before the first step: loss 1.250 nats a token on held-out conversations (1.0 s)"
+    assert (
+        line == "before the first step: loss 1.250 nats a token on held-out conversations (1.0 s)"
+    )
