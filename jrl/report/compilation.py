@@ -106,7 +106,8 @@ class CompilationWatch:
     Args:
       console: target of the lines; standard output by default.
       short: seconds after which a compilation is reported.
-      durations: of the last run of this kind, which are then those of this run; None knows none.
+      durations: of the last run of this kind, replaced by the durations of this run; None knows
+        none.
       names: names of functions in this run, in addition to `NAMES`.
     """
 

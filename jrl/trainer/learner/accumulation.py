@@ -32,7 +32,7 @@ def accumulate_gradients(
     metrics of each micro-batch.
 
     Args:
-      local_weights: trained weights, varying over `axes`, all those of the mesh.
+      local_weights: trained weights, varying over `axes`, all axes of the mesh.
       micro_batches: inputs ``[micro_batch, ...]``.
       passes: number of micro-batches to run, as in `scan_first`.
     """
@@ -65,8 +65,8 @@ def accumulate_with_overlapped_reduction(
     the backward pass: each layer's as soon as the last micro-batch has computed it.
 
     The last micro-batch is outside of the loop over the others, and compiled in addition. Sums are
-    in the same order: the values are those of `accumulate_gradients`, except where the compiler
-    fuses the last micro-batch differently and rounds once less.
+    in the same order: the values equal `accumulate_gradients`, unless the compiler fuses the last
+    micro-batch differently and rounds once less.
 
     Args:
       reductions: a `sharding.zero.Reduction` for each weight of `local_weights`.
@@ -122,7 +122,7 @@ def _with_layers(weights: Transformer[Any], layers_of: Transformer[Any]) -> Tran
 
 
 def _insert_metric(index: int | Array, others: Array, last: Array) -> Array:
-    """Inserts the metric of the last micro-batch at `index` among those of the others, which are
-    zeros from there on."""
+    """Inserts the metric of the last micro-batch at `index` among the others, zeros from there
+    on."""
     padded = jnp.concatenate([others, jnp.zeros_like(others[:1])])
     return lax.dynamic_update_index_in_dim(padded, last, index, 0)
