@@ -224,7 +224,7 @@
     $("phases").replaceChildren(...runs.map((run) => {
       const found = phases(run), all = found.reduce((sum, phase) => sum + phase.total, 0);
       const steps = column(run, "perf/time_per_step").filter((x) => x !== null).length;
-      if (!all) return el("div", { class: "card" }, `${run.name} has no step that was timed.`);
+      if (!all) return el("p", { class: "note" }, `${several ? run.name + ": n" : "N"}o step was timed.`);
       const evaluating = finites(run, "timing_s/testing").reduce((a, b) => a + b, 0);
       return el("div", { class: "card scroll phases" }, el("h3", {}, several ? `${run.name}: where a step's time goes` : "Where a step's time goes"),
         el("div", { class: "stack", "aria-hidden": "true" }, ...found.map((phase, i) => el("i", { style: `width:${100 * phase.total / all}%;background:${colour(i)}`, title: phase.word }))),
@@ -330,7 +330,7 @@
       el("span", { class: "about" }, [several ? runs[s.run].name : null, `step ${s.step}`, s.kind, s.reason, s.length === undefined ? null : counted(s.length, "token")].filter(Boolean).join(" · "))));
     if (browser.found.length > browser.limit)
       items.push(el("button", { class: "more", type: "button", onclick: () => { browser.limit += SHOWN; drawList(); } }, `${number(browser.found.length - browser.limit)} more`));
-    if (!items.length) items.push(el("p", { class: "note" }, samples.length ? "No sample is like that." : "No samples were kept."));
+    if (!items.length) items.push(el("p", { class: "note" }, samples.length ? "No sample is like that." : data.drawn ? "No samples yet." : "No samples were kept."));
     $("list").replaceChildren(...items);
     $("found").textContent = `${number(browser.found.length)} of ${counted(samples.length, "sample")}.`;
   }
@@ -476,6 +476,11 @@
   $("filters").addEventListener("reset", () => setTimeout(filter));
   $("filters").addEventListener("submit", (event) => event.preventDefault());
   filter();
+  // A run in its first minutes: nothing to search or to draw yet.
+  for (const part of [$("filters"), $("found").parentElement]) part.hidden = !samples.length;
+  const begun = runs.some((run) => run.lines);
+  $("curves-bar").hidden = !begun;
+  $("waiting").hidden = begun;
   $("differing-field").hidden = !several;
   for (const id of ["setting", "differing"]) $(id).addEventListener("input", drawSettings);
   drawSettings();

@@ -158,7 +158,11 @@ def test_run_without_a_step_has_a_page(browser, tmp_path):
     browser.open(write_page([run], tmp_path / "new.html", running=True), 1280, 900)
     assert "running, drawn 20" in text(browser, "#subtitle")
     assert text(browser, "#summary") == "0steps"
-    assert text(browser, "#list") == "No samples were kept."
+    assert text(browser, "#list") == "No samples yet."
+    # Neither filters of nothing nor axes of nothing.
+    shown = "[...document.querySelectorAll('main .bar')].filter((x) => x.offsetHeight).length"
+    assert browser.evaluate(shown) == 1  # the search of the settings
+    assert text(browser, "#waiting").startswith("The first evaluation")
 
 
 def test_accuracy_is_drawn_over_minutes_and_memory_over_steps(browser, tmp_path):
