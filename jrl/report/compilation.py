@@ -34,6 +34,7 @@ NAMES = {
     "advance": "the decoding loop",
     "targets_of": "the advantages",
     "_copy_leaves": "the copy of the policy",
+    "make_batch": "the batch of a step",
     "_score_packed": "the scoring pass",
     "correct": "the mismatch correction",
     "mismatch_metrics": "the comparison of sampler and trainer",

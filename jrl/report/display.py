@@ -6,6 +6,7 @@ escapes.
 """
 
 import math
+import re
 import time
 import unicodedata
 from collections import deque
@@ -21,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jrl.report import compilation
+from jrl.report.metrics import ROUNDING, is_rounding
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-=+*%#"
@@ -279,7 +281,7 @@ class TrainingDisplay(_ProgressDisplay):
         if "perf/tokens_per_second" in metrics:
             speed = f"{metrics['perf/tokens_per_second']:,.0f} tokens/s"
         cells = [
-            _cell(label, form.format(metrics[name]))
+            _cell(label, _written(name, form, metrics[name]))
             for label, name, form in CELLS
             if name in metrics
         ]
@@ -359,6 +361,13 @@ def score_mark(sample: Mapping[str, Any], console: Console) -> Text:
         mark, style = "✗", "red"
     shown = f"{score:.2f}" if console.options.ascii_only else f"{mark} {score:.2f}"
     return Text(shown, style=style)
+
+
+def _written(name: str, form: str, value: float | int) -> str:
+    """A metric as a cell; a difference of rounding by its bound."""
+    if is_rounding(name, [value]) and math.isfinite(value):
+        return "<" + re.sub(r"{.*}", f"{ROUNDING:g}", form)
+    return form.format(value)
 
 
 def _cell(label: str, value: str) -> Text:

@@ -292,6 +292,14 @@ EXACT = {metric.name: metric for metric in TABLE if not metric.name.endswith("/*
 FAMILIES = {metric.name.removesuffix("*"): metric for metric in TABLE if metric.name.endswith("/*")}
 NO_PARTS = ("reward/suspicion",)
 """Metrics that are named like parts of a reward."""
+DIFFERENCES = (
+    *("actor/ppo_kl", "actor/kl_loss", "critic/advantages/mean", "sampling/k3_kl"),
+    *("sampling/sampling_logp_difference/", "rollout_corr/kl", "rollout_corr/k3_kl"),
+    *("rollout_corr/log_ppl", "rollout_corr/chi2"),
+)
+"""Beginnings of names of metrics that are 0 but for the order of sums, until something differs."""
+ROUNDING = 1e-5
+"""Size below which such a difference is rounding of float32."""
 TIMINGS = ("timing_s/", "perf/", "timing_per_token_ms/", "faults/")
 
 
@@ -333,6 +341,11 @@ def is_timing(name: str) -> bool:
 def without_timings(metrics: Mapping[str, float | int]) -> dict[str, float | int]:
     """Return the metrics that are identical in two runs of one seed."""
     return {name: value for name, value in metrics.items() if not is_timing(name)}
+
+
+def is_rounding(name: str, values: Iterable[float | int]) -> bool:
+    """True if all values of a metric are differences of rounding, whose noise is no curve."""
+    return name.startswith(DIFFERENCES) and all(not abs(x) >= ROUNDING for x in values)
 
 
 def always_zero(lines: Iterable[Mapping[str, float | int]]) -> list[str]:

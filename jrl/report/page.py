@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from jrl.report.metrics import always_zero, describe
+from jrl.report.metrics import always_zero, describe, is_rounding
 from jrl.report.plots import PANELS
 from jrl.report.suspicion import first_suspicion
 from jrl.runs import records
@@ -94,13 +94,23 @@ def page_data(folders: Sequence[RunFolder], base: Path | None = None) -> dict[st
     return {
         "runs": runs,
         "metrics": {
-            name: {"definition": metric.definition, "unit": metric.unit}
+            name: {
+                "definition": metric.definition,
+                "unit": metric.unit,
+                "rounding": is_rounding(name, _values(runs, name)),
+            }
             for name in metric_names
             if (metric := describe(name)) is not None
         },
         "uplot": UPLOT,
         "panels": [records.plain(asdict(panel)) for panel in PANELS],
     }
+
+
+def _values(runs: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """Values of a metric in all runs of a page."""
+    columns = [run["metrics"].get(name, ()) for run in runs]
+    return [float(value) for column in columns for value in column if value is not None]
 
 
 def run_data(folder: RunFolder, name: str, characters: int, base: Path) -> dict[str, Any]:

@@ -177,12 +177,12 @@ def train(
                 metrics |= resources.metrics()
                 check_defined(metrics)
                 lines.append(0, metrics)
-            page.step_ended(evaluated=True)
             if is_main_process():
                 print(first_evaluation(metrics), flush=True)
                 on_step(0, metrics)
             with appender(folder.samples_path) as lines, phase("evaluation"):
                 write_heldout_samples(setup, sampler, state, lines)
+            page.step_ended(evaluated=True)
             sampler.engine.release()  # its copy of the policy, before a copy is made to save
             # A run killed in its first steps need not repeat its warm start.
             save(checkpoints, networks, state, description(files))

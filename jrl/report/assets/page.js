@@ -105,20 +105,16 @@
     ];
   }
 
-  // Differences that are 0 but for the order of float32 sums: their noise is no curve.
   const ROUNDING = 1e-5;
-  const isDifference = (name) => ["actor/ppo_kl", "actor/kl_loss", "critic/advantages/mean"].includes(name) || /^(sampling\/(k3_kl|sampling_logp_difference)|rollout_corr\/(kl|k3_kl|log_ppl|chi2))/.test(name);
   let rounded = [];
 
   /* spec: title, unit, definition, lines [{metric, label}], measured, bounds, lowest, percent, axis */
   function chart(parent, spec, close) {
     const axis = spec.axis || state.axis;
-    if (spec.lines.every((line) => isDifference(line.metric))) {
+    if (spec.lines.every((line) => (data.metrics[line.metric] || {}).rounding)) {
       const sizes = runs.flatMap((run) => spec.lines.flatMap((line) => finites(run, line.metric))).map(Math.abs);
-      if (sizes.length && Math.max(...sizes) < ROUNDING) {
-        rounded.push(`${spec.title} (at most ${number(Math.max(...sizes), 2)}${spec.unit ? " " + spec.unit : ""})`);
-        return;
-      }
+      if (sizes.length) rounded.push(`${spec.title} (at most ${number(Math.max(...sizes), 2)}${spec.unit ? " " + spec.unit : ""})`);
+      return;
     }
     const tables = [], series = [{ label: AXES[axis].word, value: (u, x) => (x === null ? "–" : number(x)) }];
     runs.forEach((run, r) => spec.lines.forEach((line, l) => {

@@ -139,6 +139,17 @@ def test_a_terminal_gets_a_live_display(width):
     assert any("training" in line and "tokens/s" in line for line in last.splitlines())
 
 
+@pytest.mark.parametrize(
+    ("kl", "cell"),
+    [(2.1e-3, "2.10e-03"), (1e-5, "1.00e-05"), (-3e-7, "<1e-05"), (0, "<1e-05"), (math.nan, "nan")],
+)
+def test_display_writes_differences_of_rounding_by_their_bound(kl, cell):
+    console = terminal()
+    with display.TrainingDisplay(10, console=console) as shown:
+        shown.update(1, METRICS | {"actor/ppo_kl": kl, "actor/entropy": 3e-7})
+    assert f"KL {cell} nats" in written(console) and "entropy 0.000 nats" in written(console)
+
+
 def test_display_shows_the_warm_start():
     piped, live = pipe(), terminal()
     for console in (piped, live):
