@@ -4,9 +4,10 @@ import html
 import json
 import os
 import re
+import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
@@ -17,6 +18,7 @@ from urllib.parse import quote
 from jrl.report.metrics import always_zero, describe, is_rounding
 from jrl.report.plots import PANELS
 from jrl.report.suspicion import first_suspicion
+from jrl.report.warnings import FewWarnings
 from jrl.runs import records
 from jrl.runs.folder import RunFolder
 
@@ -37,6 +39,11 @@ OPERATIONS = "operations.json"
 """File of a recording with its largest operations."""
 MAX_SAMPLE_CHARACTERS = 1_200_000
 """Maximum characters of JSON for the samples of all runs of a page together."""
+
+INTERVAL = 30.0
+"""Least seconds between two drawings of a run in progress, except after an evaluation."""
+MAX_SHARE = 0.05
+"""Largest share of the time for drawing: a page that takes longer is drawn less often."""
 
 
 def write_page(folders: Sequence[RunFolder], path: Path | str, *, running: bool = False) -> Path:
@@ -212,3 +219,63 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     raise ValueError(f"runs={[str(path) for path in paths]} name a folder twice: give each once")
+
+
+class LivePage:
+    """Draws the page of a run when it begins, after each evaluation, and after steps.
+
+    A thread reads the files of the run and replaces the page, so that a step does not wait for it.
+
+    Args:
+      draw: writes the page, from files that grow meanwhile.
+      warnings: of the run, for errors of drawing.
+      interval: least seconds between two drawings, except after an evaluation.
+    """
+
+    def __init__(
+        self, draw: Callable[[], object], warnings: FewWarnings, interval: float = INTERVAL
+    ):
+        self._draw, self._warnings, self._interval = draw, warnings, interval
+        self._changed, self._hurry = threading.Event(), threading.Event()
+        self._has_ended = False
+        self._thread = threading.Thread(target=self._run, name="jrl report", daemon=True)
+
+    def step_ended(self, evaluated: bool) -> None:
+        """Draws the page soon; at once if the step was evaluated."""
+        self._changed.set()
+        if evaluated:
+            self._hurry.set()
+
+    def __enter__(self) -> "LivePage":
+        self._changed.set()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._has_ended = True
+        self.step_ended(evaluated=True)
+        self._thread.join()
+
+    def _run(self) -> None:
+        due = 0.0
+        while True:
+            self._changed.wait()
+            self._hurry.wait(max(0.0, due - time.monotonic()))
+            if self._has_ended:
+                return
+            self._changed.clear()
+            self._hurry.clear()
+            began = time.monotonic()
+            draw_or_warn(self._draw, self._warnings)
+            due = began + max(self._interval, (time.monotonic() - began) / MAX_SHARE)
+
+
+def draw_or_warn(draw: Callable[[], object], warnings: FewWarnings) -> None:
+    """Draws a page or plots of a run. An error is printed once and ends no run: the files that are
+    drawn stay, and `jrl.report` draws them again."""
+    try:
+        draw()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        line = f"the report was not drawn ({reason}); python -m jrl.report RUN draws it again"
+        warnings.warn("drawing", line)

@@ -37,17 +37,15 @@ from jrl.processes.watchdog import Watchdog, WatchdogSettings
 from jrl.report.display import WarmStartDisplay
 from jrl.report.evaluation import first_evaluation
 from jrl.report.exporter import RunExporter
-from jrl.report.live import LivePage
 from jrl.report.metrics import check_defined
-from jrl.report.page import write_page
+from jrl.report.page import LivePage, write_page
 from jrl.report.warnings import FewWarnings
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.sampler import Sampler
 from jrl.runs import provenance
-from jrl.runs.checkpoints import Checkpoints
+from jrl.runs.checkpoints import Checkpoints, CheckpointSchedule
 from jrl.runs.folder import RunFolder
 from jrl.runs.loggers import Logger
-from jrl.trainer.checkpoint_schedule import CheckpointSchedule
 from jrl.trainer.evaluation.evaluate import heldout_examples, heldout_metrics
 from jrl.trainer.evaluation.network_files import load_network_files
 from jrl.trainer.learner.learner import Learner

@@ -15,9 +15,8 @@ from jrl.processes.agreement import is_main_process, to_host
 from jrl.recipes.base.recipe import Recipe
 from jrl.report import suspicion
 from jrl.report.display import TrainingDisplay, print_samples
-from jrl.report.live import draw_or_warn
 from jrl.report.metrics import check_defined
-from jrl.report.page import write_page
+from jrl.report.page import draw_or_warn, write_page
 from jrl.report.plots import plot_run
 from jrl.report.suspicion import Lookout
 from jrl.report.warnings import FewWarnings

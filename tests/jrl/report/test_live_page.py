@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from jrl.report.live import LivePage, draw_or_warn
+from jrl.report.page import LivePage, draw_or_warn
 from jrl.report.warnings import FewWarnings
 
 LONG = 60.0

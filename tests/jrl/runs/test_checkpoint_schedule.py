@@ -2,8 +2,8 @@
 
 import pytest
 
-from jrl.trainer import checkpoint_schedule
-from jrl.trainer.checkpoint_schedule import CheckpointSchedule
+from jrl.runs import checkpoints
+from jrl.runs.checkpoints import CheckpointSchedule
 
 
 # Steps of three minutes; every seventh step also ends a checkpoint.
@@ -33,8 +33,8 @@ def test_is_due_by_steps_or_minutes(every, minutes, steps):
 def test_is_due_by_the_clock_of_the_first_process(is_main, monkeypatch):
     """A process whose own clock is ahead does what the first one says."""
     said = []
-    monkeypatch.setattr(checkpoint_schedule, "is_main_process", lambda: is_main)
-    monkeypatch.setattr(checkpoint_schedule, "any_of", lambda flag: said.append(flag) or True)
+    monkeypatch.setattr(checkpoints, "is_main_process", lambda: is_main)
+    monkeypatch.setattr(checkpoints, "any_of", lambda flag: said.append(flag) or True)
     now = [0.0]
     schedule = CheckpointSchedule(100, 10.0, clock=lambda: now[0])
     now[0] = 601.0
