@@ -24,7 +24,7 @@ from jrl.processes.coordinator import (
     exit_without_waiting,
     join_processes,
 )
-from jrl.processes.stopping import DRAINED
+from jrl.processes.stopping import DRAINED, INTERRUPTED
 
 OUR_PACKAGES = ("jrl", "moe", "sharding", "benchmarks")
 Options = TypeVar("Options")
@@ -73,7 +73,7 @@ def exit_status(command: Callable[[], int], remedy: str = MEMORY_REMEDY) -> int:
         return status
     finally:
         # Processes end together with these, and close their connections in order.
-        if status not in (0, 2, DRAINED):
+        if status not in (0, 2, DRAINED, INTERRUPTED):
             exit_without_waiting(1 if status is None else status)
 
 
@@ -90,7 +90,8 @@ def _exit_status(command: Callable[[], int], remedy: str) -> int:
             raise
         return _print_error(message, 1)
     except KeyboardInterrupt:
-        return _print_error("interrupted", 130)
+        exit_without_waiting(INTERRUPTED)
+        return _print_error("interrupted", INTERRUPTED)
     except BrokenPipeError:  # the reader of the output has exited, as `head` does
         _discard_output()
         return 1

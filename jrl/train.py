@@ -32,8 +32,8 @@ from jrl.processes.agreement import (
     is_multiprocess,
     short_hash,
 )
-from jrl.processes.coordinator import process_id
-from jrl.processes.stopping import DRAINED, UNSUPERVISED, Supervisor
+from jrl.processes.coordinator import exit_without_waiting, process_id
+from jrl.processes.stopping import DRAINED, INTERRUPTED, UNSUPERVISED, Supervisor
 from jrl.processes.watchdog import jax_heartbeat
 from jrl.report.evaluation import summarize_run
 from jrl.runs import provenance, records
@@ -46,6 +46,7 @@ from moe.config import Model
 
 # What builds and runs a network is imported in the functions, once the flags are known to be right.
 if TYPE_CHECKING:
+    from jrl.report.compilation import CompilationWatch
     from jrl.trainer.setup.setup import Setup
     from moe.weights import Transformer
 
@@ -382,7 +383,6 @@ def _train(
     begins: bool,
 ) -> int:
     """Trains to the end; `begins` is false for a run that continues from a checkpoint."""
-    from jrl.report.compilation import CompilationWatch
     from jrl.trainer.loop import train
     from jrl.trainer.setup.adapters import load_initial_adapters
     from jrl.trainer.setup.network import buffers_explained, dispatch_explained
@@ -403,21 +403,34 @@ def _train(
             print(line)
     print(f"run folder: {folder.path}", flush=True)
     try:
-        with CompilationWatch() if is_main_process() else nullcontext():
+        with _compilation_watch(setup) if is_main_process() else nullcontext():
             outcome = train(setup, folder, weights, adapters, prompts_seen, supervisor)
     except KeyboardInterrupt:
+        exit_without_waiting(INTERRUPTED)
         print(f"interrupted; resume from the last checkpoint with: {resume}", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     if outcome.drained is not None:
         print(f"{outcome.drained}; resume without that machine with: {resume}")
         return DRAINED
+    if outcome.saved and is_main_process():
+        print(summarize_run(folder))
     if not outcome.saved:
         print(f"stopped in the warm start, before the first checkpoint; restart with: {resume}")
     elif outcome.stopped:
         print(f"stopped after step {outcome.step} of {setup.run.steps}; resume with: {resume}")
-    elif is_main_process():
-        print(summarize_run(folder))
-    return 0
+    return INTERRUPTED if outcome.interrupted else 0
+
+
+def _compilation_watch(setup: "Setup") -> "CompilationWatch":
+    """Watch that knows the durations of the last run with these networks, sizes and devices."""
+    from jrl.report.compilation import CompilationWatch, Durations
+
+    recipe, device = setup.recipe, jax.devices()[0].device_kind
+    names = None if recipe.uses_critic else {"update": "the policy update"}
+    sizes = (setup.prompt_length, setup.response_length, recipe.prompts, recipe.group_size)
+    batches = (recipe.mini_batch, recipe.micro_batch, setup.run.slots)
+    kind = f"{setup.model} {sizes} {batches} {recipe.name} {setup.run.layout} {device}"
+    return CompilationWatch(durations=Durations(short_hash(kind.encode())), names=names)
 
 
 if __name__ == "__main__":

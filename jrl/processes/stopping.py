@@ -21,6 +21,8 @@ _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SI
 DRAINED = 75
 """Exit status of a run that ended for a restart that leaves out a faulty machine (EX_TEMPFAIL of
 sysexits.h). All of its processes have it."""
+INTERRUPTED = 130
+"""Exit status of a command that Ctrl-C ended (128 + SIGINT)."""
 
 
 class Stop:
@@ -44,6 +46,11 @@ class Stop:
 
     def __bool__(self) -> bool:
         return bool(self._received)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """True if a person pressed Ctrl-C, rather than a machine ending its programs."""
+        return signal.SIGINT in self._received
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is not threading.main_thread():

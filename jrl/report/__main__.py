@@ -42,6 +42,12 @@ def _main(arguments: list[str]) -> int:
     if not request.runs:
         raise ValueError("runs=() names no run: give at least one run folder")
     folders = [RunFolder.read(path) for path in request.runs]
+    for folder in folders:
+        if not folder.metrics_path.exists():
+            raise ValueError(
+                f"run folder {folder.path} has no metrics.jsonl: it has no step to show; wait for "
+                "its first evaluation, or give another run"
+            )
     default_path = folders[0].report_path if len(folders) == 1 else Path("report.html")
     out = None if request.out is None else os.path.expanduser(request.out)
     path = write_page(folders, out or default_path)

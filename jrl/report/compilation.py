@@ -1,11 +1,17 @@
-"""Compilation on the terminal: "compiling the update, 12 s".
+"""Compilation on the terminal: "compiling the policy update: 40 s the last time".
 
 JAX compiles a function at its first call, for seconds to minutes during which nothing else happens.
-`CompilationWatch` listens to JAX's events: a program is lowered, then compiled.
+`CompilationWatch` listens to JAX's events: a program is lowered, then compiled. Durations are kept
+beside JAX's compilation cache, for the next run.
 """
 
+import json
+import os
 import threading
 import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -15,14 +21,26 @@ LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILED = "/jax/core/compile/backend_compile_duration"
 MIN_SECONDS = 1.0
 """Seconds of a compilation below which it is not reported."""
+DURATIONS = "jrl_compilations.json"
+"""File in JAX's compilation cache with the seconds of each program, by kind of run."""
+MAX_KINDS = 200
+"""Kinds of runs whose durations are kept, the last ones."""
 NAMES = {
-    "update": "the update",
+    "update": "the update of the weights",
     "admit": "the pass over prompts",
+    "admit_prefilled": "the pass over prompts",
+    "run_packed": "the pass over prompts",
+    "copy_to_cache": "the copy of prompts to the cache",
     "advance": "the decoding loop",
-    "logprobs_of": "the scoring pass",
-    "logprobs_and_entropy_of": "the scoring pass",
-    "logprobs_and_choices_of": "the scoring pass",
-    "values_of": "the critic's scoring pass",
+    "targets_of": "the advantages",
+    "_copy_leaves": "the copy of the policy",
+    "make_batch": "the batch of a step",
+    "_score_packed": "the scoring pass",
+    "correct": "the mismatch correction",
+    "mismatch_metrics": "the comparison of sampler and trainer",
+    "_mismatch_of": "the comparison of sampler and trainer",
+    "score_rows": "the scoring pass",
+    "read_rows": "the scoring pass",
 }
 """Displayed names of functions that take long to compile, by function name."""
 
@@ -31,7 +49,53 @@ class Compilation(NamedTuple):
     """A program that is being compiled."""
 
     name: str
+    key: str
     started: float
+    last: float | None
+
+
+class Durations:
+    """Seconds that each program took to compile in the last run of a kind.
+
+    Args:
+      kind: what decides the programs of a run, for example a hash of its network and sizes.
+      folder: folder of the file; None is JAX's compilation cache. Without a folder, or if its file
+        cannot be read or written, nothing is known: the durations are for a message alone.
+    """
+
+    def __init__(self, kind: str, folder: Path | None = None):
+        cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+        folder = Path(cache) if folder is None and cache else folder
+        self._kind = kind
+        self._path = folder / DURATIONS if folder is not None and folder.is_dir() else None
+
+    def last(self, program: str) -> float | None:
+        """Seconds of a program the last time; None if unknown."""
+        seconds = self._read().get(self._kind, {}).get(program)
+        return seconds if isinstance(seconds, int | float) else None
+
+    def record(self, program: str, seconds: float) -> None:
+        """Keeps the seconds of a program."""
+        if self._path is None:
+            return
+        kinds = self._read()
+        kinds[self._kind] = {**kinds.pop(self._kind, {}), program: round(seconds, 1)}
+        kept = dict(list(kinds.items())[-MAX_KINDS:])
+        try:
+            # Of this process: runs that end together replace each other's file, not its half.
+            temporary = self._path.with_name(f"{DURATIONS}.{os.getpid()}")
+            temporary.write_text(json.dumps(kept))
+            temporary.replace(self._path)
+        except OSError:
+            self._path = None
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        try:
+            content = {} if self._path is None else json.loads(self._path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        kinds = content.items() if isinstance(content, dict) else ()
+        return {kind: found for kind, found in kinds if isinstance(found, dict)}
 
 
 class CompilationWatch:
@@ -43,11 +107,22 @@ class CompilationWatch:
     Args:
       console: target of the lines; standard output by default.
       short: seconds after which a compilation is reported.
+      durations: of the last run of this kind, replaced by the durations of this run; None knows
+        none.
+      names: names of functions in this run, in addition to `NAMES`.
     """
 
-    def __init__(self, console: Console | None = None, short: float = MIN_SECONDS):
+    def __init__(
+        self,
+        console: Console | None = None,
+        short: float = MIN_SECONDS,
+        durations: Durations | None = None,
+        names: Mapping[str, str] | None = None,
+    ):
         self._console = console or Console()
-        self._short = short
+        self._short, self._durations = short, durations
+        self._names = {**NAMES, **(names or {})}
+        self._programs = Counter[str]()
         self._current: Compilation | None = None
         self._timer: threading.Timer | None = None
         self._main = threading.get_ident()
@@ -68,7 +143,8 @@ class CompilationWatch:
         seconds = 0.0 if current is None else time.monotonic() - current.started
         if current is None or seconds < self._short:
             return None
-        return f"compiling {current.name}, {seconds:.0f} s"
+        known = "" if current.last is None else f" ({current.last:.0f} s the last time)"
+        return f"compiling {current.name}, {seconds:.0f} s{known}"
 
     def _on_event(self, event: str, duration_secs: float, **event_fields: Any) -> None:
         # Compilations of other threads do not block the main thread: only its own are reported.
@@ -77,16 +153,29 @@ class CompilationWatch:
         if event == LOWERED:
             self._begin(str(event_fields.get("fun_name", "")))
         elif event == COMPILED:
+            self._record(duration_secs)
             self._end()
 
     def _begin(self, function: str) -> None:
         self._end()
         word = function.removeprefix("jit(").removesuffix(")")
-        name = NAMES.get(word, "a program" if not word.isidentifier() else f"a program ({word})")
-        self._current = Compilation(name, time.monotonic())
+        unknown = f"a program ({word})" if word.isidentifier() else "a program"
+        # A function is compiled once for each of its shapes, in the same order in every run.
+        self._programs[word] += 1
+        key = f"{word} {self._programs[word]}"
+        last = None if self._durations is None else self._durations.last(key)
+        self._current = Compilation(self._names.get(word, unknown), key, time.monotonic(), last)
         self._timer = threading.Timer(self._short, self._print)
         self._timer.daemon = True
         self._timer.start()
+
+    def _record(self, seconds: float) -> None:
+        """Keeps a duration that was reported, or replaces one that is kept."""
+        current, durations = self._current, self._durations
+        if current is None or durations is None:
+            return
+        if seconds >= self._short or current.last is not None:
+            durations.record(current.key, seconds)
 
     def _end(self) -> None:
         if self._timer is not None:
@@ -97,7 +186,8 @@ class CompilationWatch:
         current = self._current
         if current is not None and not _DRAWING:
             # Not through the console, which would cut the line if there is no terminal.
-            print(f"compiling {current.name} ...", file=self._console.file, flush=True)
+            known = " ..." if current.last is None else f": {current.last:.0f} s the last time"
+            print(f"compiling {current.name}{known}", file=self._console.file, flush=True)
 
 
 _ENTERED: list[CompilationWatch] = []

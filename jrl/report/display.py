@@ -6,6 +6,7 @@ escapes.
 """
 
 import math
+import re
 import time
 import unicodedata
 from collections import deque
@@ -21,9 +22,13 @@ from rich.table import Table
 from rich.text import Text
 
 from jrl.report import compilation
+from jrl.report.metrics import ROUNDING, is_rounding
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-=+*%#"
+
+LONG_STEP = 10.0
+"""Seconds since the last step from which each step is printed as a line."""
 
 # Label, metric and format of the cells below the bar, in reading order; absent ones are left out.
 CELLS = (
@@ -144,14 +149,19 @@ class _ProgressDisplay:
     def _show(
         self, step: int, side: str, body: RenderableType, line: str, always: bool = False
     ) -> None:
-        """Show `body` on a terminal, or print `line` if it is due or `always`."""
-        first = not self._ticks
+        """Show `body` on a terminal. Print `line` after a long step, and if there is no terminal
+        also if it is due or `always`."""
+        first, now = not self._ticks, time.monotonic()
+        is_long = now - (self._started if first else self._ticks[-1][1]) >= LONG_STEP
         self._step, self._side, self._body = step, side, body
-        self._ticks.append((step, time.monotonic()))
+        self._ticks.append((step, now))
         if self._live is not None:
+            if is_long:
+                self._live.console.print(Text(line), soft_wrap=True)  # above the display
             return
         self._last_line = (step, line)
-        if first or always or step >= self._num_steps or step >= self._printed + self._every:
+        is_due = step >= self._num_steps or step >= self._printed + self._every
+        if first or always or is_long or is_due:
             self._print_line()
 
     def _note(self, line: str) -> None:
@@ -271,7 +281,7 @@ class TrainingDisplay(_ProgressDisplay):
         if "perf/tokens_per_second" in metrics:
             speed = f"{metrics['perf/tokens_per_second']:,.0f} tokens/s"
         cells = [
-            _cell(label, form.format(metrics[name]))
+            _cell(label, _written(name, form, metrics[name]))
             for label, name, form in CELLS
             if name in metrics
         ]
@@ -351,6 +361,13 @@ def score_mark(sample: Mapping[str, Any], console: Console) -> Text:
         mark, style = "✗", "red"
     shown = f"{score:.2f}" if console.options.ascii_only else f"{mark} {score:.2f}"
     return Text(shown, style=style)
+
+
+def _written(name: str, form: str, value: float | int) -> str:
+    """A metric as a cell; a difference of rounding by its bound."""
+    if is_rounding(name, [value]) and math.isfinite(value):
+        return "<" + re.sub(r"{.*}", f"{ROUNDING:g}", form)
+    return form.format(value)
 
 
 def _cell(label: str, value: str) -> Text:

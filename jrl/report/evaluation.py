@@ -13,8 +13,8 @@ from rich.text import Text
 
 from jrl.report import compilation
 from jrl.report.display import printable, score_mark
+from jrl.report.metrics import always_zero
 from jrl.runs.folder import RunFolder
-from jrl.runs.records import read_metrics
 
 MAX_LINES = 10
 """Maximum number of progress lines per phase, if there is no terminal."""
@@ -24,6 +24,7 @@ the first completions may take long."""
 MAX_CHARACTERS = 600
 """Maximum number of characters shown; a longer text is shortened in its middle."""
 StepMetrics = Mapping[str, float | int]
+MODES = "sampled", "greedy"
 
 
 class _CompilationColumn(progress.ProgressColumn):
@@ -241,24 +242,48 @@ def _shorten(text: str) -> str:
 
 def summarize_run(folder: RunFolder) -> str:
     """The held-out metrics of the first and the last evaluation, and the paths of the pages."""
-    lines = read_metrics(folder.metrics_path)
+    lines = folder.metrics()
     summary = _summarize_supervised(lines, folder) or _summarize_rewards(lines, folder)
     plots, page = folder.plots_path / "overview.png", folder.report_path
-    return "\n".join([summary[0], f"plots: {plots}", f"page:  {page}", summary[1]])
+    zeros = [
+        f"reward {name} was 0 in every completion: look at samples.jsonl, or at its function"
+        for name in always_zero(lines)
+    ]
+    return "\n".join([summary[0], *zeros, f"plots: {plots}", f"page:  {page}", summary[1]])
+
+
+def first_evaluation(metrics: StepMetrics) -> str:
+    """Line about the evaluation of a policy before its first step."""
+    if "val/nll" in metrics:
+        found = f"loss {metrics['val/nll']:.3f} nats a token on held-out conversations"
+    else:
+        accuracies = (f"{mode} {metrics[f'val/accuracy/{mode}']:.3f}" for mode in MODES)
+        found = f"held-out accuracy {', '.join(accuracies)}"
+        if _differ(metrics):
+            scores = (f"{mode} {metrics[f'val/score/{mode}']:.3f}" for mode in MODES)
+            found += f"; score {', '.join(scores)}"
+    return f"before the first step: {found} ({metrics['timing_s/testing']:.1f} s)"
 
 
 def _summarize_rewards(lines: Sequence[StepMetrics], folder: RunFolder) -> tuple[str, str]:
     evaluations = [line for line in lines if "val/accuracy/sampled" in line]
     first, last = evaluations[0], evaluations[-1]
-    changes = [
-        f"{mode} {first[f'val/accuracy/{mode}']:.3f} -> {last[f'val/accuracy/{mode}']:.3f}"
-        for mode in ("sampled", "greedy")
-    ]
     start = "warm start" if "warm_start/steps" in first else "start"
-    return (
-        f"held-out accuracy, {start} -> step {last['step']}: {', '.join(changes)}",
-        f"more:  python -m jrl.evaluate {_path(folder)} --k 8",
-    )
+    line = f"held-out accuracy, {start} -> step {last['step']}: {_changes(first, last, 'accuracy')}"
+    if _differ(first) or _differ(last):
+        line += f"; score: {_changes(first, last, 'score')}"
+    return line, f"more:  python -m jrl.evaluate {_path(folder)} --k 8"
+
+
+def _changes(first: StepMetrics, last: StepMetrics, quantity: str) -> str:
+    names = {mode: f"val/{quantity}/{mode}" for mode in MODES}
+    return ", ".join(f"{mode} {first[n]:.3f} -> {last[n]:.3f}" for mode, n in names.items())
+
+
+def _differ(metrics: StepMetrics) -> bool:
+    """True if scores say more than accuracy, as of a task that gives partial marks."""
+    pairs = ((metrics[f"val/{each}/{mode}"] for each in ("score", "accuracy")) for mode in MODES)
+    return any(f"{score:.3f}" != f"{accuracy:.3f}" for score, accuracy in pairs)
 
 
 def _summarize_supervised(

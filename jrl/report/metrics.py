@@ -262,6 +262,10 @@ perf/slot_utilisation | fraction | Tokens sampled over slots that were computed.
 perf/decode_steps | count | Steps of decoding, each a token for every live row.
 perf/sampled_tokens | tokens | Tokens sampled, those of dropped groups too.
 perf/prefill_repeated | count | Prefills recomputed after an overflow (--buffer-factor).
+perf/run_minutes | minutes | Wall time of the run so far, compilation, evaluations and checkpoints
+  included; a resumed run continues from its last line.
+perf/process_memory_gb | GiB | Resident memory of the first process at the end of the step.
+perf/max_memory_allocated_gb | GiB | Peak memory of the first process's devices, the largest.
 perf/* | as named | Other speeds and memory, named as in verl.
 timing_s/gen | seconds | Wall time of decoding completions.
 timing_s/reward | seconds | Wall time of waiting for their verdicts.
@@ -286,6 +290,16 @@ faults/alarm/* | Unix seconds | When a machine (and a metric) began to stand out
 
 EXACT = {metric.name: metric for metric in TABLE if not metric.name.endswith("/*")}
 FAMILIES = {metric.name.removesuffix("*"): metric for metric in TABLE if metric.name.endswith("/*")}
+NO_PARTS = ("reward/suspicion",)
+"""Metrics that are named like parts of a reward."""
+DIFFERENCES = (
+    *("actor/ppo_kl", "actor/kl_loss", "critic/advantages/mean", "sampling/k3_kl"),
+    *("sampling/sampling_logp_difference/", "rollout_corr/kl", "rollout_corr/k3_kl"),
+    *("rollout_corr/log_ppl", "rollout_corr/chi2"),
+)
+"""Beginnings of names of metrics that are 0 but for the order of sums, until something differs."""
+ROUNDING = 1e-5
+"""Size below which such a difference is rounding of float32."""
 TIMINGS = ("timing_s/", "perf/", "timing_per_token_ms/", "faults/")
 
 
@@ -327,3 +341,20 @@ def is_timing(name: str) -> bool:
 def without_timings(metrics: Mapping[str, float | int]) -> dict[str, float | int]:
     """Return the metrics that are identical in two runs of one seed."""
     return {name: value for name, value in metrics.items() if not is_timing(name)}
+
+
+def is_rounding(name: str, values: Iterable[float | int]) -> bool:
+    """True if all values of a metric are differences of rounding, whose noise is no curve."""
+    return name.startswith(DIFFERENCES) and all(not abs(x) >= ROUNDING for x in values)
+
+
+def always_zero(lines: Iterable[Mapping[str, float | int]]) -> list[str]:
+    """Names of the parts of a reward (``reward/NAME``) whose mean was 0 in every step of a run that
+    has them, in training and in evaluation; empty if there was no step."""
+    values: dict[str, set[float]] = {}
+    for line in lines:
+        for name, value in line.items():
+            part = name.removeprefix("val/")
+            if part.startswith("reward/") and part not in NO_PARTS:
+                values.setdefault(part.removeprefix("reward/"), set()).add(float(value))
+    return sorted(name for name, found in values.items() if found == {0.0})

@@ -4,8 +4,10 @@ import html
 import json
 import os
 import re
+import threading
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
@@ -13,9 +15,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from jrl.report.metrics import describe
+from jrl.report.metrics import always_zero, describe, is_rounding
 from jrl.report.plots import PANELS
 from jrl.report.suspicion import first_suspicion
+from jrl.report.warnings import FewWarnings
 from jrl.runs import records
 from jrl.runs.folder import RunFolder
 
@@ -37,19 +40,29 @@ OPERATIONS = "operations.json"
 MAX_SAMPLE_CHARACTERS = 1_200_000
 """Maximum characters of JSON for the samples of all runs of a page together."""
 
+INTERVAL = 30.0
+"""Least seconds between two drawings of a run in progress, except after an evaluation."""
+MAX_SHARE = 0.05
+"""Largest share of the time for drawing: a page that takes longer is drawn less often."""
 
-def write_page(folders: Sequence[RunFolder], path: Path | str) -> Path:
+
+def write_page(folders: Sequence[RunFolder], path: Path | str, *, running: bool = False) -> Path:
     """Write the page of one run, or of several side by side, which may still be in progress.
 
     The replacement of `path` is atomic.
 
+    Args:
+      running: true if this process is writing the run: the page then says how far it was, and when.
+
     Raises:
-      ValueError: for no run, one that is given twice or has no metrics, or a damaged line.
+      ValueError: for no run, one that is given twice, or a damaged line.
     """
     if not folders:
         raise ValueError("folders=[] holds no run: give at least one")
     path = Path(path)
     data = page_data(folders, path.parent)
+    if running:
+        data["drawn"] = time.strftime("%Y-%m-%d %H:%M:%S")
     heading = " · ".join(run["name"] for run in data["runs"])
     path.parent.mkdir(parents=True, exist_ok=True)
     records.replace(path, render_page(data, heading).encode())
@@ -88,7 +101,11 @@ def page_data(folders: Sequence[RunFolder], base: Path | None = None) -> dict[st
     return {
         "runs": runs,
         "metrics": {
-            name: {"definition": metric.definition, "unit": metric.unit}
+            name: {
+                "definition": metric.definition,
+                "unit": metric.unit,
+                "rounding": is_rounding(name, _values(runs, name)),
+            }
             for name in metric_names
             if (metric := describe(name)) is not None
         },
@@ -97,15 +114,16 @@ def page_data(folders: Sequence[RunFolder], base: Path | None = None) -> dict[st
     }
 
 
+def _values(runs: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """Values of a metric in all runs of a page."""
+    columns = [run["metrics"].get(name, ()) for run in runs]
+    return [float(value) for column in columns for value in column if value is not None]
+
+
 def run_data(folder: RunFolder, name: str, characters: int, base: Path) -> dict[str, Any]:
     """Data of one run, by its name on the page in the folder `base`; `characters` limits the JSON
     of its samples."""
-    if not folder.metrics_path.exists():
-        raise ValueError(
-            f"run folder {folder.path} has no metrics.jsonl: it has no step to show; wait for its "
-            "first evaluation, or give another run"
-        )
-    lines = records.read_metrics(folder.metrics_path)
+    lines = folder.metrics()
     thinned = thin(lines, MAX_POINTS)
     columns = dict.fromkeys(name for line in lines for name in line if name != "step")
     samples = records.read_samples(folder.samples_path) if folder.samples_path.exists() else []
@@ -119,6 +137,7 @@ def run_data(folder: RunFolder, name: str, characters: int, base: Path) -> dict[
         "metrics": {name: [records.plain(line.get(name)) for line in thinned] for name in columns},
         "lines": len(lines),
         "suspicion": None if suspicion is None else {"step": suspicion[0], "reasons": suspicion[1]},
+        "zeros": always_zero(lines),
         "profiles": profile_data(folder, base),
         "samples": fit_samples(samples, characters),
         "num_samples": len(samples),
@@ -200,3 +219,63 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     raise ValueError(f"runs={[str(path) for path in paths]} name a folder twice: give each once")
+
+
+class LivePage:
+    """Draws the page of a run when it begins, after each evaluation, and after steps.
+
+    A thread reads the files of the run and replaces the page, so that a step does not wait for it.
+
+    Args:
+      draw: writes the page, from files that grow meanwhile.
+      warnings: of the run, for errors of drawing.
+      interval: least seconds between two drawings, except after an evaluation.
+    """
+
+    def __init__(
+        self, draw: Callable[[], object], warnings: FewWarnings, interval: float = INTERVAL
+    ):
+        self._draw, self._warnings, self._interval = draw, warnings, interval
+        self._changed, self._hurry = threading.Event(), threading.Event()
+        self._has_ended = False
+        self._thread = threading.Thread(target=self._run, name="jrl report", daemon=True)
+
+    def step_ended(self, evaluated: bool) -> None:
+        """Draws the page soon; at once if the step was evaluated."""
+        self._changed.set()
+        if evaluated:
+            self._hurry.set()
+
+    def __enter__(self) -> "LivePage":
+        self._changed.set()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._has_ended = True
+        self.step_ended(evaluated=True)
+        self._thread.join()
+
+    def _run(self) -> None:
+        due = 0.0
+        while True:
+            self._changed.wait()
+            self._hurry.wait(max(0.0, due - time.monotonic()))
+            if self._has_ended:
+                return
+            self._changed.clear()
+            self._hurry.clear()
+            began = time.monotonic()
+            draw_or_warn(self._draw, self._warnings)
+            due = began + max(self._interval, (time.monotonic() - began) / MAX_SHARE)
+
+
+def draw_or_warn(draw: Callable[[], object], warnings: FewWarnings) -> None:
+    """Draws a page or plots of a run. An error is printed once and ends no run: the files that are
+    drawn stay, and `jrl.report` draws them again."""
+    try:
+        draw()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        line = f"the report was not drawn ({reason}); python -m jrl.report RUN draws it again"
+        warnings.warn("drawing", line)

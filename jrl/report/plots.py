@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from jrl.report.metrics import is_rounding
 from jrl.runs import records
 
 if TYPE_CHECKING:
@@ -152,13 +153,17 @@ def plot_run(
       The paths written, the overview first; none if no panel has a metric.
     """
     history = records.read_metrics(metrics_path)
-    panels = [
+    logged = [
         panel for panel in PANELS if any(series(history, line.metric) for line in panel.lines)
     ]
+    panels = [panel for panel in logged if not _is_rounding(panel, history)]
     if not panels:
         return []
 
     figure, grid = create_grid(len(panels), title)
+    if rounding := [panel.title for panel in logged if panel not in panels]:
+        note = f"Differences of rounding alone: {', '.join(rounding)}"
+        figure.supxlabel(note, fontsize=11, color=MUTED)
     for axes, panel in zip(grid, panels, strict=True):
         _draw_panel(axes, panel, history)
     paths = [save(figure, Path(directory) / "overview.png")]
@@ -167,6 +172,12 @@ def plot_run(
         _draw_panel(axes, panel, history)
         paths.append(save(figure, Path(directory) / f"{panel.file}.png"))
     return paths
+
+
+def _is_rounding(panel: Panel, history: Sequence[Mapping[str, float | int]]) -> bool:
+    """True if all curves of a panel are differences of rounding, which are written instead."""
+    curves = ((line.metric, series(history, line.metric)) for line in panel.lines)
+    return all(points is None or is_rounding(name, points[1]) for name, points in curves)
 
 
 def series(history: Sequence[Mapping[str, float | int]], metric: str) -> Series | None:

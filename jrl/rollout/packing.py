@@ -3,8 +3,8 @@
 The valid tokens of rows are concatenated into bins of one length, so that padding costs next to
 nothing; rows that take no part in a pass are in no bin. Rows are assigned on the host, by their
 token counts (`TokenCounts`), which all processes have. Shapes are static; the number of
-micro-batches is dynamic (`jrl.trainer.scoring.scan_first`), so that one compiled function serves
-every mini-batch.
+micro-batches is dynamic (`jrl.trainer.learner.accumulation.scan_first`), so that one compiled
+function serves every mini-batch.
 """
 
 from dataclasses import replace

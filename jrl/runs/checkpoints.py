@@ -10,6 +10,7 @@ that is found damaged later can be set aside as ``<step>.damaged``.
 
 import json
 import sys
+import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -22,6 +23,7 @@ import orbax.checkpoint as ocp
 
 from jrl.processes.agreement import (
     RaiseInAllProcesses,
+    any_of,
     broadcast_from_main,
     is_main_process,
     is_multiprocess,
@@ -42,6 +44,35 @@ NO_TIMEOUT = 10**6
 """Timeout of Orbax in seconds, practically none: the watchdog ends a write that hangs."""
 _saves = count()
 """Number of saves of this program, which all processes make in the same order."""
+
+
+class CheckpointSchedule:
+    """Decides after each step whether a checkpoint is due, the same in all processes.
+
+    Args:
+      every: steps between two checkpoints.
+      minutes: minutes since the last one after which a step ends with a checkpoint; None is any.
+      clock: seconds; of the first process, which decides.
+    """
+
+    def __init__(
+        self, every: int, minutes: float | None, clock: Callable[[], float] = time.monotonic
+    ):
+        self._every, self._minutes, self._clock = every, minutes, clock
+        self._saved_at = clock()
+
+    def is_due(self, step: int) -> bool:
+        """True if `step` ends with a checkpoint; a collective."""
+        if step % self._every == 0:
+            return True
+        if self._minutes is None:
+            return False
+        seconds = self._clock() - self._saved_at
+        return any_of(is_main_process() and seconds >= 60.0 * self._minutes)
+
+    def saved(self) -> None:
+        """Starts the minutes again."""
+        self._saved_at = self._clock()
 
 
 class Checkpoints:

@@ -77,6 +77,7 @@ class RunFolder:
         self.code_path = self.path / "code"
         self.metrics_path = self.path / "metrics.jsonl"
         self.samples_path = self.path / "samples.jsonl"
+        self.stopped_path = self.path / "stopped.json"
         self.plots_path = self.path / "plots"
         self.report_path = self.path / "report.html"
         self.versions_path = self.path / "versions.json"
@@ -205,6 +206,23 @@ class RunFolder:
         versions = records.read_object(self.versions_path, "delete it, or put it back as it was")
         return {str(name): str(version) for name, version in versions.items()}
 
+    def write_stopped(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the evaluation of a run that a signal stopped at `step`. It is no line of the
+        metrics, which are the same whether or when a run is stopped."""
+        content = json.dumps({"step": step, **records.plain(metrics)}) + "\n"
+        records.replace(self.stopped_path, content.encode())
+
+    def metrics(self) -> list[dict[str, float | int]]:
+        """Return the lines of the metrics, the last one with the evaluation of a stopped run; none
+        for a run that has no step yet."""
+        if not self.metrics_path.exists():
+            return []
+        lines = records.read_metrics(self.metrics_path)
+        if lines and self.stopped_path.exists():
+            (stopped,) = records.read_metrics(self.stopped_path)
+            lines[-1] |= stopped if stopped["step"] == lines[-1]["step"] else {}
+        return lines
+
     def line_offsets(self) -> dict[str, records.FileOffset]:
         """Return the offsets of the run's lines, for the checkpoint that continues after them."""
         paths = (self.metrics_path, self.samples_path)
@@ -244,6 +262,7 @@ class RunFolder:
         """
         records.truncate(self.metrics_path, saved["metrics.jsonl"], step, every_step=True)
         records.truncate(self.samples_path, saved["samples.jsonl"], step, every_step=False)
+        self.stopped_path.unlink(missing_ok=True)
 
     def discard_unsaved(self) -> None:
         """Drop the lines of a run that was killed before its first checkpoint.

@@ -85,7 +85,7 @@ def recorded_files(folder: RunFolder) -> tuple[int, Mapping[str, Any]]:
         saved = json.loads((folder.checkpoints_path / str(steps[-1]) / META).read_bytes())
         return steps[-1], dict(saved["files"])
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        return 0, {}  # reported where the checkpoint is restored
+        return 0, {}  # reported when the checkpoint is restored
 
 
 def check_files(folder: RunFolder, step: int, saved: Mapping[str, Any]) -> None:
@@ -139,7 +139,7 @@ def _count(fingerprint: Mapping[str, Any] | None) -> str:
 
 def compare(folder: RunFolder, saved: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
     """Names of the files of a run, each with its difference from `saved`, the result of `describe`
-    at a checkpoint; None for none. Nothing of a checkpoint that was saved without it."""
+    at a checkpoint; None if it has none. Empty if the checkpoint has no description."""
     if "settings" not in saved:
         return
     config = folder.config()

@@ -41,7 +41,7 @@ class AsyncResult(NamedTuple):
 
 
 class AsyncStep:
-    """Completions of a step, which are available, and sampling of the next batch.
+    """Available completions of a step, and sampling of the next batch.
 
     On separate devices the sampler runs concurrently with the updates, else before them, with the
     same weights and so with the same result.

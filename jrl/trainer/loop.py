@@ -40,13 +40,15 @@ from jrl.processes.progress import begin_step, phase
 from jrl.processes.stopping import UNSUPERVISED, Stop, Supervisor
 from jrl.processes.watchdog import Watchdog, WatchdogSettings
 from jrl.report.display import WarmStartDisplay
+from jrl.report.evaluation import first_evaluation
 from jrl.report.exporter import RunExporter
 from jrl.report.metrics import check_defined
-from jrl.report.page import write_page
+from jrl.report.page import LivePage, write_page
+from jrl.report.warnings import FewWarnings
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.sampler import Sampler
 from jrl.runs import provenance
-from jrl.runs.checkpoints import Checkpoints
+from jrl.runs.checkpoints import Checkpoints, CheckpointSchedule
 from jrl.runs.folder import RunFolder
 from jrl.runs.loggers import Logger
 from jrl.trainer.evaluation.evaluate import heldout_examples, heldout_metrics
@@ -62,6 +64,7 @@ from jrl.trainer.outputs import (
     write_heldout_samples,
 )
 from jrl.trainer.profiler import Profiler
+from jrl.trainer.resources import Resources
 from jrl.trainer.setup.adapters import write_adapters
 from jrl.trainer.setup.elastic import restart_without
 from jrl.trainer.setup.setup import Setup
@@ -93,12 +96,14 @@ class Outcome:
       step: steps done.
       stopped: true if a signal or an alarm ended it early.
       saved: true if there is a checkpoint; false for a run that was stopped in its warm start.
+      interrupted: true if a person stopped it, by Ctrl-C.
       drained: the alarm that ended it, in a line; None if none did.
     """
 
     step: int
     stopped: bool
     saved: bool = True
+    interrupted: bool = False
     drained: str | None = None
 
 
@@ -130,6 +135,7 @@ def train(
     Raises:
       NonFiniteRun: when updates keep being skipped.
     """
+    resources, warnings = Resources(), FewWarnings()
     run, sampler, networks = setup.run, setup.sampler(), setup.networks
     # Two stages with the same methods.
     stage = Supervised(setup, sampler) if setup.recipe.supervised else Reinforcement(setup, sampler)
@@ -154,23 +160,33 @@ def train(
             Checkpoints(folder.checkpoints_path, run.keep_checkpoints)
         )
         state, files = _restored_state(setup, folder, checkpoints)
+        if state is not None:
+            resources.resume(folder.metrics_path)
+        else:
+            _discard_unsaved(folder)
+        page = stack.enter_context(LivePage(partial(_draw_page, folder), warnings))
         if state is None:
             loaded, files = load_network_files(networks, setup.network_files)
             try:
                 state, metrics = _first_state(
-                    setup, sampler, folder, weights, adapters, prompts_seen, stop, loaded
+                    setup, sampler, weights, adapters, prompts_seen, stop, loaded
                 )
             except WarmStartStopped:
-                return Outcome(0, stopped=True, saved=False)
+                return Outcome(0, stopped=True, saved=False, interrupted=_interrupted(stop))
+            if is_main_process():
+                print("evaluating the policy before the first step ...", flush=True)
             with phase("evaluation"):
                 metrics |= stage.evaluate(state) | stage.data_metrics()
             with appender(folder.metrics_path) as lines:
+                metrics |= resources.metrics()
                 check_defined(metrics)
                 lines.append(0, metrics)
             if is_main_process():
+                print(first_evaluation(metrics), flush=True)
                 on_step(0, metrics)
             with appender(folder.samples_path) as lines, phase("evaluation"):
                 write_heldout_samples(setup, sampler, state, lines)
+            page.step_ended(evaluated=True)
             sampler.engine.release()  # its copy of the policy, before a copy is made to save
             # A run killed in its first steps need not repeat its warm start.
             save(checkpoints, networks, state, description(files))
@@ -179,6 +195,7 @@ def train(
         # After the folder was reset to the checkpoint: totals continue from its last line.
         outputs = stack.enter_context(open_outputs(run, setup.recipe, folder, int(state.step)))
         outputs.loggers.extend(monitors)
+        schedule = CheckpointSchedule(run.checkpoint_every, run.checkpoint_minutes)
         # Processes stop together: one that left alone would block the others in a collective.
         while int(state.step) < run.steps and not any_of(bool(stop) or drainer.requested):
             # A signal ends the run after this step, never during an update.
@@ -191,9 +208,10 @@ def train(
             # Samples for people and evaluation are not part of the step's time.
             seconds = time.perf_counter() - started - metrics.get(SAMPLES_TIMING, 0.0)
             metrics |= _throughput_metrics(setup, metrics["training/tokens"], seconds)
-            if step % run.eval_every == 0 or step == run.steps:
+            if is_evaluated := _is_evaluated(run, step):
                 with phase("evaluation"):
                     metrics |= stage.evaluate(state)
+            metrics |= resources.metrics()
             guard.step_ended(seconds)
             alarms = guard.alarms()
             metrics |= metrics_of(alarms) | drift_alarm(metrics, run.drift_alarm)
@@ -210,6 +228,7 @@ def train(
             # Lines are written before the checkpoint that records them: after a kill in between,
             # resuming drops them and writes them again, bitwise identical.
             outputs.log(step, metrics)
+            page.step_ended(is_evaluated)
             if is_main_process():
                 on_step(step, metrics)
             for index, skipped_update in enumerate(result.nonfinite):
@@ -219,13 +238,11 @@ def train(
                 with phase("evaluation"):
                     write_heldout_samples(setup, sampler, state, outputs.samples)
             is_preempted = supervisor.step_ended(step, metrics)
-            if step % run.checkpoint_every == 0 or step == run.steps or is_preempted:
+            if schedule.is_due(step) or step == run.steps or is_preempted:
                 save(checkpoints, networks, state, description(files))
+                schedule.saved()
                 if is_preempted:
                     checkpoints.wait()  # this process may end at any time from here on
-                if is_main_process() and step < run.steps:
-                    with phase("report"):  # of a run that is still going
-                        write_page([folder], folder.report_path)
             # After the checkpoint: a run resumed with a larger --max-nonfinite continues from here.
             _check_finite(state, run.max_nonfinite, folder, checkpoints)
         profiler.close()
@@ -237,11 +254,59 @@ def train(
             checkpoints.wait()
         drained = _drained(run, drainer, stop, step)
         write_adapters(setup, folder, state.policy.weights, step)
+        interrupted = _interrupted(stop)
+        if step < run.steps and not _is_evaluated(run, step):
+            _evaluate_stopped(stage, state, folder, stop, interrupted)
         outputs.warn(guard.alarms())  # since the last step: shown, but no line of metrics is left
         watchdog.close()  # loggers may take their time to send the rest
     if is_main_process():
-        finish(folder, f"{run.task}, {setup.recipe.name}", stopped=step < run.steps)
-    return Outcome(step, stopped=step < run.steps, drained=drained)
+        finish(folder, f"{run.task}, {setup.recipe.name}", step < run.steps, warnings)
+    stopped = step < run.steps
+    return Outcome(step, stopped, interrupted=stopped and interrupted, drained=drained)
+
+
+def _is_evaluated(run: RunConfig, step: int) -> bool:
+    """True if the line of a step has an evaluation."""
+    return step % run.eval_every == 0 or step == run.steps
+
+
+def _interrupted(stop: Stop) -> bool:
+    """True in all processes if one of them was interrupted by Ctrl-C."""
+    return any_of(stop.is_interrupted)
+
+
+def _draw_page(folder: RunFolder) -> None:
+    """Draws the page of a run in progress, in the first process."""
+    if is_main_process():
+        write_page([folder], folder.report_path, running=True)
+
+
+def _evaluate_stopped(
+    stage: "Supervised | Reinforcement",
+    state: TrainState[Array],
+    folder: RunFolder,
+    stop: Stop,
+    interrupted: bool,
+) -> None:
+    """Evaluates a saved policy whose run a person stopped; a machine that ends its programs gives
+    them seconds. Says so if the policy is not evaluated."""
+    step = int(state.step)
+    unknown = f"step {step}, the last one, was not evaluated: python -m jrl.evaluate RUN does it"
+    if not interrupted:
+        if is_main_process():
+            print(unknown, flush=True)
+        return
+    stop.doing = f"evaluating step {step}, which is saved"
+    if is_main_process():
+        print(f"step {step} is saved and evaluated now; Ctrl-C ends the run without", flush=True)
+    try:
+        with phase("evaluation"):
+            metrics = stage.evaluate(state)
+    except KeyboardInterrupt:
+        print(unknown, flush=True)
+        raise
+    if is_main_process():
+        folder.write_stopped(step, metrics)
 
 
 class Reinforcement:
@@ -352,24 +417,24 @@ def _restored_state(
     return state, files
 
 
+def _discard_unsaved(folder: RunFolder) -> None:
+    """Drops the lines of a run that was killed before its first checkpoint and starts again, with
+    the same result. The first process handles files, and an error there stops all others."""
+    with RaiseInAllProcesses():
+        if is_main_process():
+            folder.discard_unsaved()
+
+
 def _first_state(
     setup: Setup,
     sampler: Sampler,
-    folder: RunFolder,
     weights: Transformer[Array] | None,
     adapters: Transformer[Array] | None,
     prompts_seen: int,
     stop: Stop,
     loaded: Mapping[str, Transformer[Array]],
 ) -> tuple[TrainState[Array], dict[str, float]]:
-    """State of a new run, and metrics of its warm start; for the arguments see `train`.
-
-    A run killed before its first checkpoint starts again, with the same result.
-    """
-    # Files are handled by the first process, and an error there must stop all others.
-    with RaiseInAllProcesses():
-        if is_main_process():
-            folder.discard_unsaved()
+    """State of a new run, and metrics of its warm start; for the arguments see `train`."""
     metrics: dict[str, float] = {}
     # If no weights are passed, supervised learning makes a policy that is sometimes correct.
     if weights is None:

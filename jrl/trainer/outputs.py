@@ -16,9 +16,10 @@ from jrl.recipes.base.recipe import Recipe
 from jrl.report import suspicion
 from jrl.report.display import TrainingDisplay, print_samples
 from jrl.report.metrics import check_defined
-from jrl.report.page import write_page
+from jrl.report.page import draw_or_warn, write_page
 from jrl.report.plots import plot_run
 from jrl.report.suspicion import Lookout
+from jrl.report.warnings import FewWarnings
 from jrl.rollout.answer_statistics import is_disputed
 from jrl.rollout.collection.collect import sampling_of, shown_rows
 from jrl.rollout.sampler import Completion, Sampler, numbered_heldout
@@ -171,10 +172,10 @@ def save_nonfinite(folder: RunFolder, name: str, skipped: NonFinite) -> None:
         np.savez(path, allow_pickle=False, **arrays)
 
 
-def finish(folder: RunFolder, title: str, stopped: bool) -> None:
+def finish(folder: RunFolder, title: str, stopped: bool, warnings: FewWarnings) -> None:
     """Writes the final plots and the report page, and prints completions before and after."""
-    plot_run(folder.metrics_path, folder.plots_path, title=title)
-    write_page([folder], folder.report_path)
+    draw_or_warn(lambda: plot_run(folder.metrics_path, folder.plots_path, title=title), warnings)
+    draw_or_warn(lambda: write_page([folder], folder.report_path), warnings)
     if stopped:
         return
     # Read back, as the completions before training may have been sampled by an earlier process.

@@ -29,6 +29,7 @@ from jrl.recipes.base.batch import Batch, replicated, required, take_rows
 from jrl.rollout.packing import PackedSizes, counts_of, pack_rows, plan
 from jrl.rollout.sampling import Sampling, sampler_logits
 from jrl.rollout.sampling import logprobs_of as logprobs_in
+from jrl.trainer.learner.accumulation import scan_first
 from moe import model, placement, stages
 from moe.config import Model, ModelConfig
 from moe.head import is_argmax, logits_of, logprobs_and_entropy, value_of
@@ -47,7 +48,7 @@ from moe.tokens.packing import (
     zigzag_of_rows,
 )
 from moe.weights import Transformer
-from sharding.collectives import gather_tokens, join_shards, local_shard, typed_zeros, vary
+from sharding.collectives import gather_tokens, join_shards, local_shard, vary
 from sharding.folding import FoldedMesh
 from sharding.sharded_jit import MeshJit
 
@@ -75,8 +76,12 @@ class RetryOnOverflow:
     def __init__(self, function: Pass, num_static: int = 1, least_effort: bool = False):
         options: Any = {"static_argnums": tuple(range(num_static)), "least_effort": least_effort}
         self.with_overflow = MeshJit(function, **options)
-        # Dropless buffers count no overflow: the second result is None.
-        self.dropless = MeshJit(lambda *args: function(*args)[0], **options)
+
+        def without_overflow(*args: Any) -> Any:
+            return function(*args)[0]  # dropless buffers count none
+
+        without_overflow.__name__ = function.__name__  # by which compilations are reported
+        self.dropless = MeshJit(without_overflow, **options)
         self.__doc__ = function.__doc__
 
     def __call__(self, scorer: Any, *args: Any) -> Any:
@@ -91,38 +96,6 @@ class RetryOnOverflow:
     def lower(self, scorer: Any, *args: Any) -> Any:
         """Lowers the pass with dropless buffers."""
         return self.dropless.lower(scorer.for_any_routing(), *args)
-
-
-def scan_first(
-    body: Callable[[Any, Any], tuple[Any, Any]],
-    carry: Any,
-    xs: Any,
-    passes: Int[Array, ""] | None,
-) -> tuple[Any, Any]:
-    """Runs the first `passes` iterations of a `jax.lax.scan`; the others keep the carry and return
-    zeros. None runs all of them.
-
-    The number is dynamic: skipped iterations cost nothing, and nothing is recompiled.
-
-    Args:
-      passes: the same on all devices, as `body` has collectives.
-    """
-    if passes is None:
-        return jax.lax.scan(body, carry, xs)
-
-    def step(carry: Any, indexed_x: tuple[Array, Any]) -> tuple[Any, Any]:
-        index, x = indexed_x
-        # Traced for its types only: skipped iterations must return zeros of the same types.
-        _, outs = jax.eval_shape(body, carry, x)
-
-        def skip(carry: Any, x: Any) -> tuple[Any, Any]:
-            # Both branches of a `cond` must have one type.
-            return carry, typed_zeros(outs)
-
-        return jax.lax.cond(index < passes, body, skip, carry, x)
-
-    length = jax.tree.leaves(xs)[0].shape[0]
-    return jax.lax.scan(step, carry, (jnp.arange(length, dtype=jnp.int32), xs))
 
 
 class PromptLayout(NamedTuple):

@@ -239,7 +239,7 @@ def prepare(
       correct: mask of the scores with full marks; None selects scores of 1.
 
     Returns:
-      The batch, and metrics: the seconds of each phase and, where the trainer scores the
+      The batch, and metrics: the seconds of each phase and, if the trainer scores the
       completions too, the mismatch between sampler and trainer.
     """
     recipe, seconds, rescored = networks.recipe, dict[str, float](), None

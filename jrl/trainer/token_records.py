@@ -20,7 +20,7 @@ from jrl.trainer.scoring import logprobs_and_entropy_of_few
 from moe.weights import Transformer
 
 DIGITS = 4
-"""Significant digits of a number in samples.jsonl, which is for people only."""
+"""Significant digits of a number in samples.jsonl, a file for people."""
 
 
 class TokenLogConfig(NamedTuple):
@@ -44,7 +44,7 @@ class TokenRecord:
       length: length of the whole response, in tokens.
       advantage: as in the policy's loss; NaN for tokens outside of the loss mask.
       sampler_logprob: in the full policy at the base temperature, as computed by the sampler, nats;
-        NaN where the token was sampled in an earlier step.
+        NaN for tokens of an earlier step.
       gap: the trainer's log-probability before the step's first update minus the sampler's, nats.
       entropy: entropy of that distribution before the token, nats.
     """

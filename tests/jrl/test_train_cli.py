@@ -178,19 +178,25 @@ def test_a_resumed_run_keeps_its_recipe(finished, capsys):
 
 
 @pytest.mark.slow
-def test_a_terminated_run_goes_on_to_the_same_end(finished, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("number", "status", "evaluated"),
+    [(signal.SIGTERM, 0, "start -> step 0"), (signal.SIGINT, 130, "start -> step 1")],
+)
+def test_a_stopped_run_goes_on_to_the_same_end(
+    number, status, evaluated, finished, tmp_path, monkeypatch, capsys
+):
     step = loop.train_step
 
-    def terminated(*arguments, **options):
-        os.kill(os.getpid(), signal.SIGTERM)
+    def stopped(*arguments, **options):
+        os.kill(os.getpid(), number)
         return step(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "train_step", terminated)
-        assert main([*FLAGS, "--run-dir", "run"]) == 0
-    said = re.search(
-        r"stopped after step 1 of 2; resume with: python -m jrl.train (.*)", capsys.readouterr().out
-    )
+        patch.setattr(loop, "train_step", stopped)
+        assert main([*FLAGS, "--run-dir", "run"]) == status
+    out = capsys.readouterr().out
+    assert f"held-out accuracy, warm {evaluated}: sampled" in out
+    said = re.search(r"stopped after step 1 of 2; resume with: python -m jrl.train (.*)", out)
     assert said is not None
     assert main(said[1].split()) == 0
     assert metrics(tmp_path / "run") == metrics(finished)
@@ -204,7 +210,7 @@ def test_a_run_stopped_in_its_warm_start_says_how_to_begin_again(monkeypatch, ca
         return update(*arguments)
 
     monkeypatch.setattr(of_update, "update", interrupted)
-    assert main([*FLAGS, "--run-dir", "run"]) == 0
+    assert main([*FLAGS, "--run-dir", "run"]) == 130
     said = capsys.readouterr()
     assert "in the warm start, before the first checkpoint; restart with: python -m" in said.out
     assert "--resume --run-dir run" in said.out

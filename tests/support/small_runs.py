@@ -69,6 +69,7 @@ def small_run(**changes) -> RunConfig:
         "eval_every": 2,
         "eval_prompts": 4,
         "checkpoint_every": 2,
+        "checkpoint_minutes": None,  # a slow machine takes them too
         "samples_every": 2,
         "sample_tokens": 3,
     }

@@ -47,12 +47,17 @@
 
   const state = { axis: "step", smooth: 0, added: [] };
   function carried(values) { let last = 0; return values.map((x) => (last = x === null ? last : x)); }
+  // Of a run without a clock. Lines that were left out took the time of their neighbours.
+  function steppingMinutes(run) {
+    let sum = 0, before = null;
+    const taken = column(run, "perf/time_per_step");
+    return run.steps.map((step, i) => { if (taken[i] !== null) sum += taken[i] * (before === null ? 1 : step - before); before = step; return sum / 60; });
+  }
+  const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9].flatMap((unit) => [unit, 2 * unit, 5 * unit]);
   const AXES = {
     step: { word: "step", of: (run) => run.steps },
     tokens: { word: "tokens trained on", of: (run) => carried(has(run, "training/total_tokens") ? column(run, "training/total_tokens") : run.steps.map(() => null)) },
-    // Lines that were left out took the time of their neighbours.
-    time: { word: "seconds of training", of: (run) => { let sum = 0, before = null; const taken = column(run, "perf/time_per_step");
-      return run.steps.map((step, i) => { if (taken[i] !== null) sum += taken[i] * (before === null ? 1 : step - before); before = step; return sum; }); } },
+    time: { word: "minutes of the run", of: (run) => (has(run, "perf/run_minutes") ? carried(column(run, "perf/run_minutes")) : steppingMinutes(run)) },
   };
 
   function buttons(parent, choices, current, choose) {
@@ -90,22 +95,31 @@
     });
   }
 
-  function axes(spec) {
+  function axes(spec, axis) {
     const font = "12px system-ui, sans-serif";
     const wide = (u, words) => Math.max(54, 18 + 7 * Math.max(0, ...(words ?? []).map((word) => word.length)));
     const common = { stroke: css("--muted"), font, grid: { stroke: css("--line"), width: 1 }, ticks: { show: false } };
     return [
-      { ...common, label: AXES[state.axis].word, labelFont: font, labelSize: 18, size: 28, values: (u, ticks) => ticks.map((x) => (x === null ? "" : brief(x))) },
+      { ...common, label: AXES[axis].word, labelFont: font, labelSize: 18, size: 28, ...(axis === "time" ? {} : { incrs: WHOLE }), values: (u, ticks) => ticks.map((x) => (x === null ? "" : brief(x))) },
       { ...common, size: wide, values: (u, ticks) => ticks.map((x) => (x === null ? "" : spec.percent ? +(100 * x).toPrecision(4) + "%" : brief(x, 6))) },
     ];
   }
 
-  /* spec: title, unit, definition, lines [{metric, label}], measured, bounds, lowest, percent */
+  const ROUNDING = 1e-5;
+  let rounded = [];
+
+  /* spec: title, unit, definition, lines [{metric, label}], measured, bounds, lowest, percent, axis */
   function chart(parent, spec, close) {
-    const tables = [], series = [{ label: AXES[state.axis].word, value: (u, x) => (x === null ? "–" : number(x)) }];
+    const axis = spec.axis || state.axis;
+    if (spec.lines.every((line) => (data.metrics[line.metric] || {}).rounding)) {
+      const sizes = runs.flatMap((run) => spec.lines.flatMap((line) => finites(run, line.metric))).map(Math.abs);
+      if (sizes.length) rounded.push(`${spec.title} (at most ${number(Math.max(...sizes), 2)}${spec.unit ? " " + spec.unit : ""})`);
+      return;
+    }
+    const tables = [], series = [{ label: AXES[axis].word, value: (u, x) => (x === null ? "–" : number(x)) }];
     runs.forEach((run, r) => spec.lines.forEach((line, l) => {
       if (!has(run, line.metric)) return;
-      const raw = column(run, line.metric), x = AXES[state.axis].of(run);
+      const raw = column(run, line.metric), x = AXES[axis].of(run);
       // Several lines may lie on one place of the tokens' axis; the last of them stands there.
       const last = new Map(x.map((at, i) => [at, i]));
       const rows = [...last.values()].filter((i) => raw[i] !== null);
@@ -129,15 +143,20 @@
       if (least === null) return [0, 1];
       if (typeof spec.lowest === "number") least = Math.max(least, spec.lowest);
       least = low === null ? least : low; most = high === null ? most : high;
-      const room = (most - least) * 0.06 || Math.abs(most) * 0.1 || 0.1;
+      // A range of rounding is the range of a constant.
+      const isConstant = most - least <= ROUNDING * Math.max(Math.abs(most), Math.abs(least));
+      const room = (isConstant ? 0 : (most - least) * 0.06) || Math.abs(most) * 0.1 || 0.1;
       return [least - room * (low === null ? 1 : 0.4), most + room * (high === null ? 1 : 0.4)];
     };
-    mount(box, { axes: axes(spec), series, scales: { x: { time: false }, y: { range } } }, uPlot.join(tables));
+    // uPlot gives one point the range from 0 to 100.
+    const across = (u, least, most) => { const [at, ...more] = u.data[0]; return more.length ? [least, most] : [Math.max(0, at - 1), at + 1]; };
+    mount(box, { axes: axes(spec, axis), series, scales: { x: { time: false, range: across }, y: { range } } }, uPlot.join(tables), axis);
   }
 
-  function mount(box, options, table) {
+  function mount(box, options, table, axis) {
     const width = Math.max(200, Math.floor(box.clientWidth)), height = 230;
-    const plot = new uPlot({ width, height, cursor: { sync: { key: "runs" }, focus: { prox: 24 } }, ...options }, table, box);
+    const plot = new uPlot({ width, height, cursor: { sync: { key: "runs of " + axis }, focus: { prox: 24 } }, ...options }, table, box);
+    box.plot = plot;
     charts.push({ plot, box });
     watcher.observe(box);
   }
@@ -154,16 +173,30 @@
                 ["response_length/clip_ratio", "Cut at the length limit"], ["frac_reward_zero_std", "Groups of one reward"]]
     .map(([name, title]) => ({ ...stated(name), title }));
 
+  const SCORE = { title: "Held-out score", unit: "mean score", lines: ["sampled", "greedy"].map((mode) => ({ metric: "val/score/" + mode, label: mode })), measured: true };
+  const hasScore = (run) => ["sampled", "greedy"].some((mode) => { const full = column(run, "val/accuracy/" + mode); return column(run, "val/score/" + mode).some((x, i) => x !== null && Math.abs(x - full[i]) > ROUNDING); });
+  const MEMORY = { title: "Memory", unit: "GiB", lines: [{ metric: "perf/process_memory_gb", label: "process" }, { metric: "perf/max_memory_allocated_gb", label: "device, peak" }], bounds: [0, null] };
+  const overMinutes = (panel) => ({ ...panel, title: panel.title + " over minutes", axis: "time" });
+
   function drawCharts() {
+    rounded = [];
     for (const { plot, box } of charts) { watcher.unobserve(box); plot.destroy(); }
     charts = [];
     for (const id of ["charts", "router-charts", "time-charts"]) $(id).replaceChildren();
-    for (const panel of data.panels) if (panel.file !== "router_load") chart($("charts"), panel);
+    for (const panel of data.panels) {
+      if (panel.file === "router_load") continue;
+      chart($("charts"), panel);
+      if (panel.file !== "accuracy" && panel.file !== "token_accuracy") continue;
+      if (state.axis !== "time") chart($("charts"), overMinutes(panel));
+      if (panel.file === "accuracy" && runs.some(hasScore)) chart($("charts"), SCORE);
+    }
     for (const spec of MORE) chart($("charts"), spec);
     for (const name of state.added) chart($("charts"), stated(name), () => { state.added = state.added.filter((other) => other !== name); drawCharts(); });
     for (const spec of ROUTER) chart($("router-charts"), spec);
     for (const part of [$("router"), document.querySelector("nav [href='#router']")]) part.hidden = !$("router-charts").children.length;
     drawTime();
+    $("rounding").hidden = !rounded.length;
+    $("rounding").textContent = `Differences of rounding alone: ${rounded.join(", ")}.`;
     $("legend").replaceChildren(...(several ? runs.map((run, r) => el("span", {}, el("i", { class: "swatch", style: `background:${colour(r)}` }), run.name)) : []));
   }
 
@@ -183,10 +216,11 @@
   function drawTime() {
     for (const [name, title] of [["perf/time_per_step", "Time per step"], ["perf/tokens_per_second", "Tokens per second"], ["perf/slot_utilisation", "Use of the sampler's slots"]])
       chart($("time-charts"), { ...stated(name), title });
+    chart($("time-charts"), MEMORY);
     $("phases").replaceChildren(...runs.map((run) => {
       const found = phases(run), all = found.reduce((sum, phase) => sum + phase.total, 0);
       const steps = column(run, "perf/time_per_step").filter((x) => x !== null).length;
-      if (!all) return el("div", { class: "card" }, `${run.name} has no step that was timed.`);
+      if (!all) return el("p", { class: "note" }, `${several ? run.name + ": n" : "N"}o step was timed.`);
       const evaluating = finites(run, "timing_s/testing").reduce((a, b) => a + b, 0);
       return el("div", { class: "card scroll phases" }, el("h3", {}, several ? `${run.name}: where a step's time goes` : "Where a step's time goes"),
         el("div", { class: "stack", "aria-hidden": "true" }, ...found.map((phase, i) => el("i", { style: `width:${100 * phase.total / all}%;background:${colour(i)}`, title: phase.word }))),
@@ -215,15 +249,17 @@
     const share = (x) => (100 * x).toFixed(1) + "%";
     change("held-out accuracy, sampled", "val/accuracy/sampled", share);
     change("held-out accuracy, greedy", "val/accuracy/greedy", share);
+    if (hasScore(run)) change("held-out score, sampled", "val/score/sampled", (x) => number(x, 3));
     change("held-out loss, nats a token", "val/nll", (x) => number(x, 3));
     change("held-out tokens right", "val/token_accuracy", share);
     change("mean score", "critic/score/mean", (x) => number(x, 3));
     change("response length, tokens", "response_length/mean", (x) => number(x, 3));
-    add("steps", number(run.steps.at(-1)));
+    const planned = (run.config.run || {}).steps, done = run.steps.at(-1) ?? 0;
+    add("steps", planned > done ? `${number(done)} of ${number(planned)}` : number(done));
     const tokens = finites(run, "training/total_tokens");
     if (tokens.length) add("tokens trained on", brief(tokens.at(-1)));
     const time = AXES.time.of(run).at(-1);
-    if (time) add("time in steps", duration(time));
+    if (time) add("time", duration(60 * time));
     const skipped = finites(run, "training/nonfinite_skipped_total").at(-1);
     if (skipped) add("updates skipped, not finite", number(skipped));
     return found;
@@ -236,7 +272,9 @@
       ...run.suspicion.reasons.map((reason) => el("p", {}, reason + ".")),
       ...run.samples.filter((sample) => sample.kind === "suspicious").slice(0, SUSPICIOUS).map((sample) => el("p", { class: "said" },
         el("span", { class: "note" }, sample.prompt), el("br"), sample.completion, el("span", { class: "note" }, ` score ${number(sample.score, 3)}, gold answer ${sample.answer}`))),
-      el("p", { class: "note" }, "Does the policy do what you want, or has it found what the verifier overlooks?"))));
+      el("p", { class: "note" }, "Does the policy do what you want, or has it found what the verifier overlooks?"))),
+      ...runs.filter((run) => run.zeros.length).map((run) => el("div", { class: "card warning", role: "note" },
+        `${several ? run.name + ": a" : "A"} part of the reward was 0 in every completion: ${run.zeros.join(", ")}.`)));
   }
 
   function drawSummary() {
@@ -288,7 +326,7 @@
       el("span", { class: "about" }, [several ? runs[s.run].name : null, `step ${s.step}`, s.kind, s.reason, s.length === undefined ? null : counted(s.length, "token")].filter(Boolean).join(" · "))));
     if (browser.found.length > browser.limit)
       items.push(el("button", { class: "more", type: "button", onclick: () => { browser.limit += SHOWN; drawList(); } }, `${number(browser.found.length - browser.limit)} more`));
-    if (!items.length) items.push(el("p", { class: "note" }, samples.length ? "No sample is like that." : "No samples were kept."));
+    if (!items.length) items.push(el("p", { class: "note" }, samples.length ? "No sample is like that." : data.drawn ? "No samples yet." : "No samples were kept."));
     $("list").replaceChildren(...items);
     $("found").textContent = `${number(browser.found.length)} of ${counted(samples.length, "sample")}.`;
   }
@@ -326,7 +364,7 @@
     return `rgba(${diverging ? hue(x) : warm()},${(0.75 * Math.min(1, Math.abs(x) / most)).toFixed(3)})`;
   }
 
-  function coloured(tokens) {
+  function coloured(tokens, plain) {
     const values = {};
     for (const [name, measure] of Object.entries(MEASURES)) { const found = measure.of(tokens); if (found) values[name] = found.map(finite); }
     const about = el("p", { id: "token", role: "status" }, "Point at a token for its numbers."), scale = el("div", { class: "scale" });
@@ -337,18 +375,32 @@
     }
     function paint(name) {
       browser.colour = name;
+      // The text is there once: plain, or in coloured tokens.
+      plain.hidden = name !== "none";
+      shownTokens.hidden = about.hidden = name === "none";
       const measure = MEASURES[name], shown = values[name];
       const most = shown ? Math.max(0, ...shown.map((x) => Math.abs(x))) : 0;
       spans.forEach((span, i) => (span.style.backgroundColor = shown ? shade(shown[i], most, measure.diverging) : ""));
       scale.hidden = !shown;
       if (shown) scale.replaceChildren(measure.diverging ? number(-most, 3) : "0", el("i", { style: `background:linear-gradient(90deg,${measure.diverging ? shade(-most, most, true) + ",transparent," : "transparent,"}${shade(most, most, measure.diverging)})` }), number(most, 3), el("span", {}, measure.word));
     }
+    const shownTokens = el("div", { class: "tokens" }, ...spans);
     const bar = el("div", { class: "bar", id: "colouring" }, el("span", { class: "field" }, "Colour by"));
     if (!values[browser.colour]) browser.colour = "none";
     buttons(bar, [["none", "nothing"], ["advantage", "advantage", !values.advantage], ["entropy", "entropy", !values.entropy], ["gap", "gap to the sampler", !values.gap]], browser.colour, paint);
     const cut = tokens.of > tokens.text.length ? el("p", { class: "note" }, `The first ${number(tokens.text.length)} of ${number(tokens.of)} tokens were kept with their numbers.`) : null;
     paint(browser.colour);
-    return [bar, scale, el("div", { class: "tokens" }, ...spans), about, cut];
+    return [bar, scale, shownTokens, about, cut];
+  }
+
+  // One block for each message; rewards belong to the turns of the policy, in order.
+  function turns(s) {
+    let turn = 0;
+    return el("div", { id: "completion" }, ...s.messages.map(({ role, content, truncated }) => {
+      const own = role === "assistant", reward = own ? (s.turn_rewards || [])[turn++] : undefined;
+      const about = [own ? `turn ${turn}` : role, reward === undefined ? null : `reward ${number(reward, 3)}`, truncated ? "cut" : null].filter(Boolean).join(" · ");
+      return el("div", { class: own ? "turn own" : "turn" }, el("span", { class: "about" }, about), el("pre", {}, ...marked(content)));
+    }));
   }
 
   function drawSample() {
@@ -357,11 +409,13 @@
     if (!s) return;
     const fact = (word, value, kind) => (value === undefined || value === null ? null : el("div", {}, el("dt", {}, word), el("dd", { class: kind || "" }, value)));
     const block = (word, text) => (text === undefined || text === null || text === "" ? [] : [el("h3", {}, word), el("pre", {}, ...marked(typeof text === "string" ? text : JSON.stringify(text)))]);
-    $("sample").replaceChildren(
+    const plain = s.messages ? turns(s) : el("pre", { id: "completion" }, ...marked(s.completion));
+    $("sample").replaceChildren(...[
       el("dl", {}, fact("score", number(s.score), scoreClass(s)), fact("reason", s.reason), fact("step", number(s.step)), fact("kind", s.kind), fact("tokens", s.length === undefined ? null : number(s.length) + (s.truncated ? ", cut" : "")),
         fact("task", s.task), several ? fact("run", runs[s.run].name) : null, ...Object.entries(s.rewards || {}).map(([name, value]) => fact(name, number(value)))),
-      ...block("Prompt", s.prompt), el("h3", {}, "Completion"), el("pre", { id: "completion" }, ...marked(s.completion)), ...block("Answer", s.answer),
-      ...(s.tokens ? [el("h3", {}, "Tokens"), ...coloured(s.tokens).filter(Boolean)] : []), ...block("Conversation", s.conversation));
+      ...block("Prompt", s.prompt), el("h3", {}, s.messages ? "Conversation" : "Completion"), plain,
+      ...(s.tokens ? coloured(s.tokens, plain).filter(Boolean) : []), ...block("Answer", s.answer),
+      s.conversation ? el("details", {}, el("summary", {}, "as the policy reads it, special tokens included"), el("pre", {}, ...marked(s.conversation))) : null].filter(Boolean));
     $("sample").scrollTop = 0;
   }
 
@@ -390,7 +444,8 @@
 
   // The page -----------------------------------------------------------------------------------
 
-  $("subtitle").textContent = several ? counted(runs.length, "run") + " side by side" : [runs[0].config.run && runs[0].config.run.task, runs[0].config.recipe, runs[0].config.run && runs[0].config.run.model].filter(Boolean).join(" · ");
+  const progress = data.drawn ? `running, drawn ${data.drawn}` : null;
+  $("subtitle").textContent = several ? counted(runs.length, "run") + " side by side" : [runs[0].config.run && runs[0].config.run.task, runs[0].config.recipe, runs[0].config.run && runs[0].config.run.model, progress].filter(Boolean).join(" · ");
   drawSuspicion();
   drawSummary();
   buttons($("axis"), [["step", "steps"], ["tokens", "tokens", !runs.some((run) => has(run, "training/total_tokens"))], ["time", "time", !runs.some((run) => has(run, "perf/time_per_step"))]], "step", (key) => { state.axis = key; drawCharts(); });
@@ -417,6 +472,11 @@
   $("filters").addEventListener("reset", () => setTimeout(filter));
   $("filters").addEventListener("submit", (event) => event.preventDefault());
   filter();
+  // A run in its first minutes: nothing to search or to draw yet.
+  for (const part of [$("filters"), $("found").parentElement]) part.hidden = !samples.length;
+  const begun = runs.some((run) => run.lines);
+  $("curves-bar").hidden = !begun;
+  $("waiting").hidden = begun;
   $("differing-field").hidden = !several;
   for (const id of ["setting", "differing"]) $(id).addEventListener("input", drawSettings);
   drawSettings();

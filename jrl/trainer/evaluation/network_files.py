@@ -53,7 +53,7 @@ class NetworkFile:
           saved: record of an earlier start, to load its step again; None takes the latest step.
 
         Raises:
-          ValueError: if the files are not those of `saved`.
+          ValueError: if the files differ from `saved`.
         """
         record: dict[str, Any] = {"path": str(self.path)}
         if self.is_run:

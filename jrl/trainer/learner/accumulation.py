@@ -9,16 +9,47 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
-from jrl.trainer.scoring import scan_first
 from moe.weights import Transformer, without_layers
-from sharding.collectives import Axes, vary
+from sharding.collectives import Axes, typed_zeros, vary
 from sharding.zero import Reduced, Reduction
 
 Loss = Callable[[Transformer[Any], Any], tuple[Array, Any]]
 """(trained weights, some of them in a `Reduced`, micro-batch) -> the loss of the micro-batch and
 its metrics."""
+
+
+def scan_first(
+    body: Callable[[Any, Any], tuple[Any, Any]],
+    carry: Any,
+    xs: Any,
+    passes: Int[Array, ""] | None,
+) -> tuple[Any, Any]:
+    """Runs the first `passes` iterations of a `jax.lax.scan`; the others keep the carry and return
+    zeros. None runs all of them.
+
+    The number is dynamic: skipped iterations cost nothing, and nothing is recompiled.
+
+    Args:
+      passes: the same on all devices, as `body` has collectives.
+    """
+    if passes is None:
+        return jax.lax.scan(body, carry, xs)
+
+    def step(carry: Any, indexed_x: tuple[Array, Any]) -> tuple[Any, Any]:
+        index, x = indexed_x
+        # Traced for its types only: skipped iterations must return zeros of the same types.
+        _, outs = jax.eval_shape(body, carry, x)
+
+        def skip(carry: Any, x: Any) -> tuple[Any, Any]:
+            # Both branches of a `cond` must have one type.
+            return carry, typed_zeros(outs)
+
+        return jax.lax.cond(index < passes, body, skip, carry, x)
+
+    length = jax.tree.leaves(xs)[0].shape[0]
+    return jax.lax.scan(step, carry, (jnp.arange(length, dtype=jnp.int32), xs))
 
 
 def accumulate_gradients(
@@ -32,7 +63,7 @@ def accumulate_gradients(
     metrics of each micro-batch.
 
     Args:
-      local_weights: trained weights, varying over `axes`, all those of the mesh.
+      local_weights: trained weights, varying over `axes`, all axes of the mesh.
       micro_batches: inputs ``[micro_batch, ...]``.
       passes: number of micro-batches to run, as in `scan_first`.
     """
@@ -65,8 +96,8 @@ def accumulate_with_overlapped_reduction(
     the backward pass: each layer's as soon as the last micro-batch has computed it.
 
     The last micro-batch is outside of the loop over the others, and compiled in addition. Sums are
-    in the same order: the values are those of `accumulate_gradients`, except where the compiler
-    fuses the last micro-batch differently and rounds once less.
+    in the same order: the values equal `accumulate_gradients`, unless the compiler fuses the last
+    micro-batch differently and rounds once less.
 
     Args:
       reductions: a `sharding.zero.Reduction` for each weight of `local_weights`.
@@ -122,7 +153,7 @@ def _with_layers(weights: Transformer[Any], layers_of: Transformer[Any]) -> Tran
 
 
 def _insert_metric(index: int | Array, others: Array, last: Array) -> Array:
-    """Inserts the metric of the last micro-batch at `index` among those of the others, which are
-    zeros from there on."""
+    """Inserts the metric of the last micro-batch at `index` among the others, zeros from there
+    on."""
     padded = jnp.concatenate([others, jnp.zeros_like(others[:1])])
     return lax.dynamic_update_index_in_dim(padded, last, index, 0)

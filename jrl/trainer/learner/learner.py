@@ -2,9 +2,9 @@
 
 A step of the optimizer is often smaller than the rounding error of a bfloat16 weight, which would
 not change. So the optimizer updates a float32 master of each weight, sharded as its moments
-(`sharding.zero`). All devices compute and sample with the cast masters, which are cast once a step,
-before they are gathered. Where the network computes in float32 its weights are their own masters,
-and there is no second copy.
+(`sharding.zero`). All devices compute and sample with the cast masters: they are cast once a
+step, before they are gathered. A network that computes in float32 has no second copy: its weights
+are their own masters.
 
 References:
   Micikevicius et al., "Mixed Precision Training", 2018, section 3.1 (master weights).
@@ -48,7 +48,7 @@ class Learner(Generic[Leaf]):
       skipped: ``[]`` optimizer steps left out because loss or gradient was not finite.
       skipped_in_a_row: ``[]`` those since the last step taken.
       masters: sharded float32 master weights, which the optimizer updates and from which `weights`
-        are cast; None where it updates `weights`.
+        are cast; None if it updates `weights`.
     """
 
     weights: Transformer[Leaf]
@@ -206,8 +206,8 @@ def keeps_masters(config: ModelConfig) -> bool:
 
 
 def float32_shardings(model: Model) -> Transformer[NamedSharding]:
-    """Shardings of the float32 weights of a network: of masters sharded, of weights that are their
-    own masters those of the network."""
+    """Shardings of the float32 weights of a network: masters are sharded, and weights that are
+    their own masters keep the shardings of the network."""
     shardings = placement.shard_shardings if keeps_masters(model.config) else placement.shardings
     return shardings(model)
 
@@ -216,7 +216,7 @@ def float32_shardings(model: Model) -> Transformer[NamedSharding]:
 def to_masters(model: Model) -> Callable[..., Transformer[Array]]:
     """Compiled function that copies weights of any dtype and sharding to new masters, shaped as the
     mesh stores them."""
-    # A copy where it is float32 already: updates donate the buffers.
+    # A copy if it is float32 already: updates donate the buffers.
     return jit_sharded(
         lambda weights: jax.tree.map(lambda leaf: jnp.copy(leaf.astype(jnp.float32)), weights),
         placement.shard_shardings(model),
@@ -225,13 +225,13 @@ def to_masters(model: Model) -> Callable[..., Transformer[Array]]:
 
 def weights_of(masters: Transformer[Array], model: Model) -> Transformer[Array]:
     """Casts float32 masters of any sharding to the weights of computation; returns them unchanged
-    where they are their own masters."""
+    if they are their own masters."""
     return _to_weights(model)(masters) if keeps_masters(model.config) else masters
 
 
 def cast_and_gather(masters: Transformer[Array], model: Model) -> Transformer[Array]:
     """Casts and all-gathers sharded masters, inside a jitted step: cast first, so that a device
-    sends and receives the bytes of the weights, not those of the masters."""
+    sends and receives the bytes of the weights, not of the masters."""
     config = model.config
     weight_table = table(config)
     specs = select_trained(placement.specs(model), weight_table)
@@ -240,7 +240,7 @@ def cast_and_gather(masters: Transformer[Array], model: Model) -> Transformer[Ar
     # Adapters and their base weights have no masters.
     weights = masters if config.lora is not None else cast(masters, config)
     shards = constrain_sharding(weights, shard_specs, model.mesh)
-    # Left in shards: each layer is gathered where it runs, forward and again backward.
+    # Left in shards: each layer is gathered when it runs, forward and again backward.
     if config.execution.fsdp:
         return shards
     # The type of a gather does not say that gathered weights are equal on all devices.

@@ -104,9 +104,9 @@ class Outcome(Generic[Leaf]):
       loss, grad_norm: of the mini-batch.
       finite: ``[]`` false if the loss or the norm was not.
       empty: ``[]`` true if no token was in the loss mask.
-      overflow: ``[]`` routed rows beyond the expert buffers; None without a `buffer_factor`.
+      overflow: ``[]`` routed rows beyond the expert buffers; None if there is no `buffer_factor`.
       load: tokens per expert; None without experts.
-      metrics: those of the objective, by full name.
+      metrics: of the objective, by full name.
     """
 
     loss: Leaf

@@ -20,8 +20,8 @@ from moe.weights import Transformer, Weight
 STACKS = ("layer", "first_layer", "attention_layer", "delta_layer", "expert")
 """Axes whose entries are weights of their own, the leading ones."""
 CONSISTENT_RMS = 0.2
-"""Root mean square of Muon's updates per unit of the learning rate, near that of AdamW's: both take
-the same rates (Liu et al., section 2.2)."""
+"""Root mean square of Muon's updates per unit of the learning rate, near AdamW's: both take the
+same rates (Liu et al., section 2.2)."""
 
 Table = Transformer[Weight]
 
@@ -107,7 +107,7 @@ BUILDERS = {"adamw": _adamw, "muon": _muon, "lion": _lion, "adafactor": _adafact
 
 
 def matrix_axes(weight: Weight) -> optax.contrib.MuonDimensionNumbers | None:
-    """Axes, from the end, that a matrix of Muon is summed over and those of its outputs; None for a
+    """Input axes, that a matrix of Muon is summed over, and output axes, from the end; None for a
     weight of Adam: norms, biases, embedding, head, router, adapters, and filters of convolutions.
 
     All heads of a projection are one matrix. Layers, experts, and gate and up are matrices of their

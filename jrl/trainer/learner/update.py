@@ -6,9 +6,9 @@ denominators of the whole mini-batch, summed over devices once, and applied outs
 arrays. Devices with the same weights each keep a shard of the gradient and of the optimizer state
 (`sharding.zero`), update that shard, and gather the new weights; under `Execution.fsdp` they keep a
 shard of the weights too, and gather each layer when it runs. For weights in bfloat16 the updated
-shard is one of float32 masters (`jrl.trainer.learner.learner`), and gradients are those of the
-bfloat16 weights, summed over micro-batches and devices in float32. In a network with adapters only
-these have gradients and are updated; the base weights are frozen.
+shard is one of float32 masters (`jrl.trainer.learner.learner`), and gradients are taken of
+the bfloat16 weights, summed over micro-batches and devices in float32. In a network with adapters
+only these have gradients and are updated; the base weights are frozen.
 """
 
 from dataclasses import dataclass, replace
@@ -114,8 +114,8 @@ def policy_loss(
     surrogate, metrics = recipe.surrogate(logprobs, entropy, batch, totals.statistics)
     if batch.importance_weights is not None:
         surrogate = surrogate * jax.lax.stop_gradient(batch.importance_weights)
-    # Denominators are those of the mini-batch, so this is a share, and shares are summed over
-    # micro-batches and rows of `dp`.
+    # With denominators of the mini-batch this is a share: shares are summed over micro-batches and
+    # rows of `dp`.
     loss = reduced(surrogate)
     metrics = {f"actor/{name}": value for name, value in metrics.items()}
     metrics["actor/pg_loss"] = loss
@@ -338,10 +338,10 @@ def update(
 ) -> Updated:
     """Runs one optimizer step on a mini-batch.
 
-    Where the loss or the gradient's norm is not finite, nothing changes and the step is counted as
-    skipped. Nothing changes either where the loss mask of the mini-batch is empty: momentum, weight
-    decay and the routers' losses would act without any training signal. Nor does anything change,
-    without counting as skipped, where the expert buffers overflowed (`Execution.buffer_factor`):
+    If the loss or the gradient's norm is not finite, nothing changes and the step is counted as
+    skipped. Nothing changes either if the loss mask of the mini-batch is empty: only momentum,
+    weight decay and the routers' losses would act. Nor does anything change, and no step counts as
+    skipped, if the expert buffers overflowed (`Execution.buffer_factor`):
     the caller has to update again with dropless buffers.
 
     Args:
@@ -351,7 +351,7 @@ def update(
       statistics: statistics of the whole mini-batch for the loss, in addition to its counts.
       passes: ``[]`` number of micro-batches to run, the first ones; the others have no tokens.
         None runs all.
-      frozen: the frozen weights of a network with adapters; those of `learner` are the others then
+      frozen: the frozen weights of a network with adapters; `learner` has the others then
         (`moe.adapters`), before and after.
 
     Returns:
@@ -400,7 +400,7 @@ def update(
         updates=learner.updates + 1,
         skipped_in_a_row=jnp.zeros_like(learner.skipped_in_a_row),
     )
-    # After an overflow the gradient is that of another routing than the routers': it is recomputed
+    # After an overflow the gradient is of another routing than the routers': it is recomputed
     # (`Network.update`), and does not count as a skipped update.
     fits = jnp.ones((), bool) if overflow is None else overflow == 0
     skipped = (~finite & fits).astype(learner.skipped.dtype)
@@ -558,8 +558,8 @@ def _pipeline_gradients(
 def _with_router_metrics(
     objective: Objective, metrics: dict[str, Any], router: RouterStatistics[Array] | None
 ) -> UpdateMetrics:
-    """Metrics with those of the routers, the load of the experts and their overflow, of all ranks
-    of ``cp`` and ``tp``."""
+    """Metrics, also of the routers, the load of the experts and their overflow, of all ranks of
+    ``cp`` and ``tp``."""
     if router is None:
         return metrics, None, None
     # Metrics only; the gradient comes from `router_loss`.

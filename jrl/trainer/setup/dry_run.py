@@ -207,8 +207,8 @@ def _trained_text(config: ModelConfig) -> str:
 
 
 def memory_rows(needed: RunMemory, free: int | None) -> dict[str, str]:
-    """Rows of the predicted memory of a device: buffers that are kept, those of each phase with its
-    peak, and what is free. A prediction, not a measurement."""
+    """Rows of the predicted memory of a device: buffers that are kept, buffers and peak of each
+    phase, and what is free. A prediction, not a measurement."""
     rows = _readable(dict(needed.permanent))
     for phase, buffers in needed.phases.items():
         rows |= {f"{phase}: {name}": readable_bytes(size) for name, size in buffers.items() if size}

@@ -25,7 +25,7 @@ def build_elastic_setup(
 ) -> Setup:
     """`build_setup` on the devices that there are.
 
-    Where the layout has more and `min_processes` allows it, dp is smaller and the rest as in
+    If the layout has more and `min_processes` allows it, dp is smaller and the rest as in
     `restart_without`, on all devices of all processes.
 
     Args:
@@ -99,7 +99,7 @@ def restart_without(setup: Setup, process: int, num_processes: int, minimum: int
 
 def _on_fewer_devices(run: RunConfig, num_devices: int) -> RunConfig:
     """Settings of a run on so many devices, with a smaller dp, and as many slots on each; raises
-    ValueError where the devices do not divide by the other axes."""
+    ValueError if the devices do not divide by the other axes."""
     rollout_layout, slots, before = run.rollout_layout, run.slots, Layout.parse(run.layout)
     if rollout_layout is not None:
         rollout_layout = _with_devices(rollout_layout, num_devices)

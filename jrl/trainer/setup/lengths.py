@@ -18,7 +18,7 @@ CHECKPOINT_RESPONSE = 1024
 def longest_prompt(task: Task, format: PromptFormat) -> int:
     """Tokens of the longest prompt, including special tokens and the chat template.
 
-    Counted where the task is a list of examples. For a generator, whose prompts are unlimited, it
+    Counted if the task is a list of examples. For a generator, whose prompts are unlimited, it
     is an upper bound: the tokens around a prompt of one character, plus the maximum tokens of as
     many characters as the longest prompt has.
     """

@@ -92,7 +92,7 @@ def memory(setup: Setup) -> dict[str, int]:
       writes for a layer before they are merged (`moe.cache.kernel_bytes`), for a step that computes
       all slots and reads the whole cache;
     * logits ``4 x rows x response / cp x min(chunk, vocab / tp)`` of a vocabulary chunk, or
-      ``4 x rows x response / (cp tp) x vocab`` where the sampler truncates and that is more, with
+      ``4 x rows x response / (cp tp) x vocab`` if the sampler truncates and that is more, with
       the rows per device of the largest forward pass: a micro-batch, a warm start's batch, or
       where completions are scored before the first update all of them (on a pipeline, one of
       their `num_micro_batches`);
@@ -371,7 +371,7 @@ def unstacked_bytes(model: Model, *, is_stored: bool) -> int:
 
     Args:
       model: without adapters.
-      is_stored: true where the policy is a copy in the sharding that decoding needs.
+      is_stored: true if the policy is a copy in the sharding that decoding needs.
     """
     config = model.config
     bytes_of_weights = _local_bytes(cast_shapes(config), model.mesh, placement.specs(model))

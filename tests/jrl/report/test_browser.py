@@ -7,6 +7,7 @@ from chromium import Chromium, find_browser
 from report_runs import HOSTILE, NUM_STEPS, report_run
 
 from jrl.report.page import write_page
+from jrl.runs.records import Appender
 
 BROWSER = find_browser()
 pytestmark = [
@@ -77,7 +78,7 @@ def test_curves_are_drawn(browser, pages):
     )
     assert {"Reward", "Held-out accuracy", "Entropy", "Gradient norm", "Router load"} <= set(titles)
     drawn = browser.evaluate(DRAWN)
-    assert len(drawn) == 5 and all(BLUE in colours for colours in drawn)
+    assert len(drawn) == 6 and all(BLUE in colours for colours in drawn)
     browser.evaluate("document.querySelector('#axis [data-key=tokens]').click()")
     assert text(browser, "#charts .u-legend th") == "tokens trained on"
     type_into(browser, "metric", "moe/max_load")
@@ -104,17 +105,110 @@ def test_a_network_without_experts_has_no_router(browser, pages, tmp_path):
     parts = "[...document.querySelectorAll('main section')].filter((x) => !x.hidden)"
     browser.open(pages["one"], 1280, 900)
     assert "#router" in browser.evaluate(shown)
-    more = {"moe/max_load": None, "moe/min_load": None, "sampling/k3_kl": 3.25e-14}
+    more = {"moe/max_load": None, "moe/min_load": None, "actor/grad_norm": 3.25e-14}
     run = report_run(tmp_path / "dense", more=more)
     browser.open(write_page([run], tmp_path / "dense.html"), 1280, 900)
     links = browser.evaluate(shown)
     assert links == browser.evaluate(f"{parts}.map((x) => '#' + x.id)") and "#router" not in links
     left = """(() => {
       const chart = [...document.querySelectorAll(".chart")]
-        .find((x) => x.dataset.title === "Sampler against trainer");
+        .find((x) => x.dataset.title === "Gradient norm");
       return chart.querySelector(".u-over").offsetLeft;
     })()"""
     assert browser.evaluate(left) >= 7 * len("3.25e-14")
+
+
+def test_differences_of_rounding_are_written_and_not_drawn(browser, tmp_path):
+    titles = "[...document.querySelectorAll('.chart')].map((x) => x.dataset.title)"
+    more = {"actor/ppo_kl": -3.2e-7, "sampling/k3_kl": 2e-14, "actor/entropy": 0.00002}
+    run = report_run(tmp_path / "rounding", more=more)
+    browser.open(write_page([run], tmp_path / "rounding.html"), 1280, 900)
+    assert text(browser, "#rounding") == (
+        "Differences of rounding alone: KL from the sampling policy (at most 3.20e-7 nats per "
+        "token), Sampler against trainer (at most 2.00e-14 nats)."
+    )
+    drawn = browser.evaluate(titles)
+    assert "Entropy" in drawn  # as small, and no difference
+    assert not {"KL from the sampling policy", "Sampler against trainer"} & set(drawn)
+    # The same in one step that moved.
+    with Appender(run.metrics_path) as lines:
+        lines.append(NUM_STEPS + 1, {"actor/ppo_kl": 0.02})
+    browser.open(write_page([run], tmp_path / "moved.html"), 1280, 900)
+    assert "KL from the sampling policy" in browser.evaluate(titles)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_short_runs_have_whole_steps_on_their_axis(browser, tmp_path, steps):
+    run = report_run(tmp_path / "short", steps=steps)
+    browser.open(write_page([run], tmp_path / "short.html"), 1280, 900)
+    ticks = browser.evaluate(
+        "[...document.querySelectorAll('#charts .chart > div')].map((x) => x.plot.axes[0])"
+        ".filter((x) => x.label === 'step').map((x) => [x._splits, x._values])"
+    )
+    assert ticks
+    for splits, words in ticks:
+        assert splits and all(float(x).is_integer() for x in splits) and len(splits) <= steps + 3
+        assert words == [str(x) for x in splits]
+
+
+def test_run_without_a_step_has_a_page(browser, tmp_path):
+    run = report_run(tmp_path / "new", steps=0)
+    run.metrics_path.unlink()
+    run.samples_path.unlink()
+    browser.open(write_page([run], tmp_path / "new.html", running=True), 1280, 900)
+    assert "running, drawn 20" in text(browser, "#subtitle")
+    assert text(browser, "#summary") == "0steps"
+    assert text(browser, "#list") == "No samples yet."
+    # Neither filters of nothing nor axes of nothing.
+    shown = "[...document.querySelectorAll('main .bar')].filter((x) => x.offsetHeight).length"
+    assert browser.evaluate(shown) == 1  # the search of the settings
+    assert text(browser, "#waiting").startswith("The first evaluation")
+
+
+def test_accuracy_is_drawn_over_minutes_and_memory_over_steps(browser, tmp_path):
+    more = {"perf/run_minutes": 4.5, "perf/process_memory_gb": 2.25}
+    run = report_run(tmp_path / "timed", more=more)
+    browser.open(write_page([run], tmp_path / "timed.html"), 1280, 900)
+    legend = "[...document.querySelectorAll('.chart')].find((x) => x.dataset.title === {!r})"
+    legend += ".querySelector('.u-legend th').textContent"
+    for title, axis in [
+        ("Held-out accuracy", "step"),
+        ("Held-out accuracy over minutes", "minutes of the run"),
+        ("Memory", "step"),
+    ]:
+        assert browser.evaluate(legend.format(title)) == axis
+
+
+def test_samples_come_before_curves_and_conversations_by_turns(browser, tmp_path):
+    run = report_run(tmp_path / "turns", steps=1)
+    sample = {
+        **{"kind": "training", "prompt": "guess", "answer": "7", "score": 0.5, "reason": "partial"},
+        "completion": "3\n[user] higher\n7",
+        "messages": [
+            {"role": "assistant", "content": "3"},
+            {"role": "user", "content": "higher"},
+            {"role": "assistant", "content": "7", "truncated": True},
+        ],
+        "turn_rewards": [0.25],
+        "conversation": "<|user|>guess<|assistant|>3<|user|>higher<|assistant|>7",
+    }
+    with Appender(run.samples_path) as lines:
+        lines.append(2, sample)
+    browser.open(write_page([run], tmp_path / "turns.html"), 1280, 900)
+    order = "[...document.querySelectorAll('main section')].map((x) => x.id)"
+    assert browser.evaluate(order)[:2] == ["samples", "curves"]
+    about = "[...document.querySelectorAll('#completion .about')].map((x) => x.textContent)"
+    assert browser.evaluate(about) == ["turn 1 · reward 0.25", "user", "turn 2 · cut"]
+    shown = browser.evaluate("document.getElementById('sample').innerText")
+    # Once: the text with special tokens is closed.
+    assert shown.count("higher") == 1 and "<|user|>" not in shown
+
+
+def test_part_of_a_reward_that_was_always_0_is_named(browser, tmp_path):
+    run = report_run(tmp_path / "zero", more={"reward/format": 0.0, "reward/answer": 0.5})
+    browser.open(write_page([run], tmp_path / "zero.html"), 1280, 900)
+    said = "A part of the reward was 0 in every completion: format."
+    assert text(browser, "#suspicion") == said
 
 
 def test_samples_are_searched_and_filtered(browser, pages):

@@ -1,5 +1,7 @@
 import io
 import math
+import re
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -87,6 +89,18 @@ def test_a_pipe_gets_one_plain_line_every_few_steps():
     assert "\x1b" not in written(console)
 
 
+@pytest.mark.parametrize("console", [pipe(), terminal()], ids=["pipe", "terminal"])
+def test_a_step_of_ten_seconds_is_a_line_of_its_own(console, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(display, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with display.TrainingDisplay(100, console=console, every=50) as shown:
+        for step, seconds in enumerate([12.0, 3.0, 9.0, 11.0, 3.0, 10.0], start=1):
+            now[0] += seconds
+            shown.update(step, {"actor/loss": 0.25})
+        found = re.findall(r"completed step: (\d+)/100, loss: 0.2500\s", written(console))
+    assert found == ["1", "4", "6"]
+
+
 def test_step_line_shows_slot_utilisation():
     line = display.training_line(1, 2, METRICS | {"perf/slot_utilisation": 0.8765})
     assert line.endswith(", clip fraction: 0.0123, slots used: 0.88")
@@ -123,6 +137,17 @@ def test_a_terminal_gets_a_live_display(width):
         assert text in last
     # The header fits on a line: its end is not wrapped away.
     assert any("training" in line and "tokens/s" in line for line in last.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("kl", "cell"),
+    [(2.1e-3, "2.10e-03"), (1e-5, "1.00e-05"), (-3e-7, "<1e-05"), (0, "<1e-05"), (math.nan, "nan")],
+)
+def test_display_writes_differences_of_rounding_by_their_bound(kl, cell):
+    console = terminal()
+    with display.TrainingDisplay(10, console=console) as shown:
+        shown.update(1, METRICS | {"actor/ppo_kl": kl, "actor/entropy": 3e-7})
+    assert f"KL {cell} nats" in written(console) and "entropy 0.000 nats" in written(console)
 
 
 def test_display_shows_the_warm_start():

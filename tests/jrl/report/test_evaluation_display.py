@@ -1,11 +1,16 @@
 """Display of an evaluation in progress."""
 
 import io
+import math
 import time
 
+import pytest
 from rich.console import Console
 
-from jrl.report.evaluation import MAX_LINES, EvaluationDisplay
+from jrl.report.evaluation import MAX_LINES, EvaluationDisplay, first_evaluation, summarize_run
+from jrl.report.metrics import always_zero
+from jrl.runs.folder import RunFolder
+from jrl.runs.records import Appender
 
 
 def test_a_bar_per_phase_on_a_terminal():
@@ -63,3 +68,69 @@ def test_evaluation_prints_progress_without_finished_completions():
     lines = file.getvalue().splitlines()
     assert all(line.startswith("sampled: 0/2 completions, ") for line in lines)
     assert len(lines) < 100  # ever more seldom
+
+
+def evaluated(*, accuracy, score):
+    metrics = {"timing_s/testing": 2.5}
+    for mode, shift in (("sampled", 0.0), ("greedy", 0.125)):
+        metrics |= {f"val/accuracy/{mode}": accuracy + shift, f"val/score/{mode}": score + shift}
+    return metrics
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "line"),
+    [
+        # Full marks or none: the score is the accuracy.
+        ((0.25, 0.25), (0.5, 0.5), "sampled 0.250 -> 0.500, greedy 0.375 -> 0.625"),
+        (
+            (0.0, 0.0625),
+            (0.0, 0.4375),
+            "sampled 0.000 -> 0.000, greedy 0.125 -> 0.125; "
+            "score: sampled 0.062 -> 0.438, greedy 0.188 -> 0.562",
+        ),
+    ],
+)
+def test_closing_line_has_the_score_beside_the_accuracy(first, last, line, tmp_path):
+    folder = RunFolder(tmp_path)
+    with Appender(folder.metrics_path) as lines:
+        for step, (accuracy, score) in enumerate([first, last]):
+            lines.append(step, evaluated(accuracy=accuracy, score=score))
+    assert summarize_run(folder).splitlines()[0] == f"held-out accuracy, start -> step 1: {line}"
+
+
+def test_evaluation_of_a_stopped_run_is_its_last_one(tmp_path):
+    folder = RunFolder(tmp_path)
+    with Appender(folder.metrics_path) as lines:
+        lines.append(0, evaluated(accuracy=0.25, score=0.25))
+        lines.append(1, {"critic/score/mean": 0.5})
+    folder.write_stopped(1, evaluated(accuracy=0.75, score=0.75))
+    assert "start -> step 1: sampled 0.250 -> 0.750" in summarize_run(folder)
+    with Appender(folder.metrics_path) as lines:
+        lines.append(2, {"critic/score/mean": 0.5})  # resumed by a version that left the file
+    assert "start -> step 0" in summarize_run(folder)
+
+
+@pytest.mark.parametrize(
+    ("lines", "names"),
+    [
+        ([{}], []),
+        ([{"reward/a": 0.0, "reward/b": 0.0}, {"reward/b": 0.5}], ["a"]),
+        ([{"reward/a": 0.0, "val/reward/a": 0.25}], []),
+        ([{"reward/a": 0.0, "val/reward/a": 0.0, "reward/suspicion": 0.0}], ["a"]),
+        ([{"reward/a": math.nan}], []),
+    ],
+)
+def test_always_zero_names_parts_of_a_reward(lines, names):
+    assert always_zero(lines) == names
+
+
+def test_first_evaluation_is_a_line():
+    line = first_evaluation(evaluated(accuracy=0.25, score=0.5))
+    assert line == (
+        "before the first step: held-out accuracy sampled 0.250, greedy 0.375; score sampled "
+        "0.500, greedy 0.625 (2.5 s)"
+    )
+    line = first_evaluation({"val/nll": 1.25, "timing_s/testing": 1.0})
+    assert (
+        line == "before the first step: loss 1.250 nats a token on held-out conversations (1.0 s)"
+    )

@@ -5,6 +5,7 @@ import sys
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from PIL import Image
 
 from jrl.report import plots
@@ -64,6 +65,19 @@ def test_the_level_of_the_warm_start_is_drawn(tmp_path, monkeypatch):
     plots.plot_run(metrics, tmp_path / "plots")
     first = records.read_metrics(metrics)[0]["val/accuracy/sampled"]
     assert levels == [first] * 2  # in the overview and alone
+
+
+def test_differences_of_rounding_are_written_and_not_drawn(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(Figure, "supxlabel", lambda figure, text, **given: written.append(text))
+    with records.Appender(tmp_path / "metrics.jsonl") as file:
+        for step in (1, 2):
+            file.append(
+                step, {"actor/ppo_kl": -3e-7 * step, "actor/kl_loss": 0.1, "actor/nll": 1e-7}
+            )
+    shown = names(plots.plot_run(tmp_path / "metrics.jsonl", tmp_path / "plots"))
+    assert shown == ["overview.png", "nll.png", "reference_kl.png"]
+    assert written == ["Differences of rounding alone: KL from the sampling policy"]
 
 
 def test_plots_without_metrics_draw_nothing(tmp_path):

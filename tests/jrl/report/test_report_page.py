@@ -141,3 +141,23 @@ def test_profiles_are_linked_from_where_the_page_is(tmp_path):
         (recording / "operations.json").write_text("{")
         with pytest.raises(ValueError, match=r"operations\.json.*delete it"):
             write_page([folder], folder.report_path)
+
+
+def test_page_of_a_run_without_a_step(tmp_path):
+    with report_run(tmp_path / "run", steps=0) as folder:
+        folder.metrics_path.unlink()
+        folder.samples_path.unlink()
+        data = embedded(write_page([folder], folder.report_path, running=True).read_text())
+    assert data["drawn"].startswith("20") and data["metrics"] == {}
+    assert data["runs"][0]["steps"] == data["runs"][0]["samples"] == []
+
+
+def test_page_data_names_differences_of_rounding_and_parts_that_were_0(tmp_path):
+    more = {"actor/ppo_kl": 2e-7, "sampling/k3_kl": 0.5, "actor/nll": 1e-9, "reward/format": 0.0}
+    with report_run(tmp_path / "run", steps=2, more=more) as folder:
+        folder.write_stopped(2, {"val/accuracy/sampled": 0.75})
+        data = page_data([folder])
+    assert [n for n, metric in data["metrics"].items() if metric["rounding"]] == ["actor/ppo_kl"]
+    assert data["runs"][0]["zeros"] == ["format"]
+    # The evaluation of a stopped run is in its last line, though not in metrics.jsonl.
+    assert data["runs"][0]["metrics"]["val/accuracy/sampled"] == [0.1, None, 0.75]

@@ -1,6 +1,7 @@
 """A run that was killed goes on as if it had not been, bit for bit."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,10 +24,10 @@ from small_runs import (
     small_run,
     small_setup,
 )
-from tiers import full_but
 
 from jrl.report.metrics import without_timings
 from jrl.runs.checkpoints import Checkpoints
+from jrl.runs.folder import RunFolder
 from jrl.runs.records import read, read_metrics
 from jrl.trainer import loop, outputs
 from jrl.trainer.learner import update as of_update
@@ -131,8 +132,10 @@ def test_prompts_run_again_as_often(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", full_but([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
-def test_a_signal_finishes_the_step_saves_and_draws(number, finished, tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_saves_and_draws(
+    number, finished, tmp_path, monkeypatch, capsys
+):
     expected, path = finished("grpo"), tmp_path / "run"
     step, drawn = loop.train_step, []
 
@@ -146,8 +149,13 @@ def test_a_signal_finishes_the_step_saves_and_draws(number, finished, tmp_path, 
         patch.setattr(loop, "train_step", interrupted)
         patch.setattr(outputs, "plot_run", lambda *given, title: drawn.append(given) or [])
         outcome = begin_or_go_on(expected.setup, path)
-    assert outcome == loop.Outcome(step=1, stopped=True)
+    is_interrupted = number == signal.SIGINT
+    assert outcome == loop.Outcome(step=1, stopped=True, interrupted=is_interrupted)
     assert drawn == [(path / "metrics.jsonl", path / "plots")]
+    # Ctrl-C leaves time for an evaluation, which is no line of the metrics.
+    folder, said = RunFolder.read(path), capsys.readouterr().out
+    assert ("val/score/greedy" in folder.metrics()[-1]) == is_interrupted
+    assert ("step 1, the last one, was not evaluated" in said) != is_interrupted
     assert (path / "report.html").is_file()
     assert signal.getsignal(number) is before
     assert Checkpoints(path / "checkpoints").steps() == [0, 1]
@@ -157,6 +165,22 @@ def test_a_signal_finishes_the_step_saves_and_draws(number, finished, tmp_path, 
     assert read(path / "samples.jsonl") == expected.samples
     # Where there is nothing left to do, nothing is done.
     assert begin_or_go_on(expected.setup, path) == loop.Outcome(step=3, stopped=False)
+    assert metrics_of(path) == expected.metrics
+    assert read(path / "samples.jsonl") == expected.samples
+
+
+@pytest.mark.slow
+def test_checkpoints_by_minutes_change_nothing(finished, tmp_path):
+    """A checkpoint after every step, each as long after the last one as it takes; the run goes on
+    from the first."""
+    expected, path = finished("grpo"), tmp_path / "run"
+    run = replace(expected.setup.run, checkpoint_every=99, checkpoint_minutes=1e-9)
+    setup = replace(expected.setup, run=run)
+    assert begin_or_go_on(setup, path).step == 3
+    checkpoints = path / "checkpoints"
+    assert Checkpoints(checkpoints).steps() == [2, 3] and metrics_of(path) == expected.metrics
+    shutil.rmtree(checkpoints / "3")
+    assert begin_or_go_on(setup, path).step == 3
     assert metrics_of(path) == expected.metrics
     assert read(path / "samples.jsonl") == expected.samples
 
@@ -175,7 +199,7 @@ def test_a_signal_ends_the_warm_start(finished, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(of_update, "update", interrupted)
         outcome = begin_or_go_on(expected.setup, path)
-    assert outcome == loop.Outcome(step=0, stopped=True, saved=False)
+    assert outcome == loop.Outcome(step=0, stopped=True, saved=False, interrupted=True)
     assert len(calls) == 1
     assert not (path / "checkpoints").exists() and not (path / "metrics.jsonl").exists()
     assert begin_or_go_on(expected.setup, path) == loop.Outcome(step=3, stopped=False)
@@ -194,7 +218,7 @@ def test_a_signal_in_the_first_evaluation_saves(finished, tmp_path, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(loop, "heldout_metrics", interrupted)
         outcome = begin_or_go_on(expected.setup, path)
-    assert outcome == loop.Outcome(step=0, stopped=True)
+    assert outcome == loop.Outcome(step=0, stopped=True, interrupted=True)
     assert Checkpoints(path / "checkpoints").steps() == [0]
     assert metrics_of(path) == expected.metrics[:1]
 
