@@ -152,7 +152,7 @@ def test_a_user_without_a_home_needs_a_folder_for_conversions(gguf, monkeypatch)
 
 NEEDED = {
     "hf:models/a": ("safetensors", r'"\.\[hf\]"$'),
-    "gguf:a.gguf": ("gguf", r'needs gguf, which is .*".\[gguf\]"$'),
+    "gguf:a.gguf": ("gguf", r'"\.\[gguf\]"$'),
     "pip:no-such": ("gguf", r'".\[gguf\]" && pip install no-such$'),
     "pip:llm-absent": ("safetensors tokenizers gguf", r'".\[hf,gguf\]" && pip .* llm-absent$'),
 }
