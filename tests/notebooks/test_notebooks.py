@@ -228,7 +228,7 @@ def test_the_first_cell_asks_where_the_library_is_if_it_is_missing(path, monkeyp
 
 def test_first_cell_names_missing_extras_of_installed_library(monkeypatch):
     first, missing = code_of(ROOT / "notebooks" / "real_model.ipynb")[0], ("tokenizers", "gguf")
-    with pytest.raises(SystemExit, match=r"^not installed: tokenizers, gguf\. Set SOURCE .*pip ins"):
+    with pytest.raises(SystemExit, match=r"^not installed: tokenizers, gguf\. Set SOURCE .*pip"):
         asked_for(first, monkeypatch, "", modules=("jrl",), missing=missing)
     asked = asked_for(first, monkeypatch, "/clone", modules=("jrl",), missing=missing)
     assert asked == ["jrl-reasoning[hf,gguf] @ /clone"]
@@ -245,7 +245,8 @@ def test_address_is_written_into_notebooks_and_page(tmp_path):
         other = written(text, path.name, "a/b")
         where = f"https://colab.research.google.com/github/a/b/blob/main/notebooks/{path.name}"
         title, first = json.loads(other)["cells"][:2]
-        assert f"\n\n[![Open in Colab]({address['BADGE']})]({where})\n\n" in "".join(title["source"])
+        badge = f"\n\n[![Open in Colab]({address['BADGE']})]({where})\n\n"
+        assert badge in "".join(title["source"])
         assert 'SOURCE = "git+https://github.com/a/b"\n' in first["source"]
         assert written(other, path.name, own) == text
         assert f"notebooks/{path.name}) [Colab]({where}) |" in linked

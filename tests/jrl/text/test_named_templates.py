@@ -148,7 +148,9 @@ def test_named_template_needs_tokens_that_end_turns(tmp_path, tokenizer):
 
 def test_unknown_name_of_template_lists_names(tokenizer):
     made = checkpoint_tokenizer(tokenizer, VOCAB_SIZE)
-    with pytest.raises(ValueError, match="'hermez' cannot be read .* or hermes or llama3 or mistr"):
+    with pytest.raises(
+        ValueError, match=r"'hermez' cannot be read .* or hermes or llama3 or mistr"
+    ):
         with_template(RunConfig(chat_template="hermez"), made)
 
 
