@@ -58,8 +58,8 @@ def main() -> None:
     for name, words in cases.items():
         results[name] = result = measure(words, arguments.limit)
         print(row(name, result), flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+        if arguments.json:
+            arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def row(name: str, result: dict[str, Any]) -> str:
@@ -87,12 +87,22 @@ def measure(words: str, limit: float | None) -> dict[str, Any]:
         run_dir, data = f"--run-dir={folder}/run", Path(folder, "data.jsonl")
         data.write_text("".join(json.dumps(each) + "\n" for each in CONVERSATIONS))
         words = words.format(data=data)
+        convert(words)
         child = subprocess.run(
             [*command, *words.split(), run_dir], capture_output=True, text=True, check=False
         )
         if child.returncode or not out.exists():
             raise RuntimeError(f"{words}: {(child.stdout + child.stderr)[-2000:]}")
         return json.loads(out.read_text())
+
+
+def convert(words: str) -> None:
+    """Converts the GGUF file of a run in this process, whose memory is not measured."""
+    from jrl.config.flags import parse_arguments
+    from jrl.published.location import is_checkpoint, prepare_checkpoint
+
+    if is_checkpoint(model := parse_arguments(words.split()).run.model):
+        prepare_checkpoint(model)
 
 
 def child(out: str, limit: str, *words: str) -> int:
