@@ -18,8 +18,8 @@ import sys
 import tempfile
 import time
 import warnings
-from importlib.metadata import version
-from importlib.util import find_spec
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -168,8 +168,11 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(request["threads"])
-    installed = [name for name in PACKAGES if find_spec(name) is not None]
-    print(json.dumps({name: version(name) for name in installed}), flush=True)
+    versions = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):  # generation needs no TRL
+            versions[name] = version(name)
+    print(json.dumps(versions), flush=True)
     {"train": train, "generate": generate, "loss": loss}[request["kind"]](request, Turns())
 
 

@@ -110,7 +110,9 @@ def test_there_are_commands():
         "benchmarks.memory",
         "benchmarks.gpu",
     }
-    benchmarks |= {f"benchmarks.{name}" for name in ("dispatch", "harness", "rollout", "serve")}
+    benchmarks |= {
+        f"benchmarks.{name}" for name in ("dispatch", "gsm8k", "harness", "rollout", "serve")
+    }
     tested = {"jrl.evaluate", "jrl.export", "jrl.faults", "jrl.report", "jrl.serve", "jrl.train"}
     tested |= {
         "jrl.launch",

