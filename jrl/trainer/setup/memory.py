@@ -270,7 +270,7 @@ def _update_bytes(setup: Setup, rows: int, shares_prompts: bool = True) -> dict[
     batch = replace(batch, micro_tokens=tokens)
     layers = layer_memory(sizes, layout, batch, method)
     head_rows = local_rows * setup.mesh.size(setup.mesh.dp)
-    head = 2 * logits_bytes(config, geometry, head_rows)
+    head = 2 * logits_bytes(config, geometry, head_rows) + head_copy_bytes(config, geometry.mesh)
     sent = comm_buffer_bytes(sizes, layout, for_weights(method))
     gathered = model_states(sizes, layout, for_weights(method), True).gathered
     return {
@@ -311,7 +311,8 @@ def _scoring_bytes(setup: Setup, rows: int) -> dict[str, int]:
     local_rows = -(-rows // setup.mesh.size(setup.mesh.dp))
     tokens = _pass_tokens(setup.geometry, local_rows)
     logits = logits_bytes(setup.model, setup.geometry, rows)
-    return {LOGITS: 2 * logits, WORKSPACE: _layer_bytes(setup, tokens, local_rows)}
+    copy = head_copy_bytes(setup.model, setup.mesh)
+    return {LOGITS: 2 * logits + copy, WORKSPACE: _layer_bytes(setup, tokens, local_rows)}
 
 
 def _sampling_bytes(setup: Setup) -> dict[str, int]:
@@ -504,6 +505,16 @@ def logits_bytes(model: ModelConfig, geometry: Geometry, rows: int) -> int:
     if sampling_of(geometry.recipe).truncates:
         num_logits = max(num_logits, tokens // mesh.size(mesh.tp) * vocab_size)
     return 4 * num_logits
+
+
+def head_copy_bytes(model: ModelConfig, mesh: FoldedMesh) -> int:
+    """Bytes of a tied head's transpose on a CPU device, ``itemsize x d_model x vocab / tp``: XLA
+    copies it before the loop over `Execution.vocab_chunk` columns; 0 if one chunk has all."""
+    width = -(-model.vocab_size // mesh.size(mesh.tp))
+    chunk = model.execution.vocab_chunk
+    if mesh.platform != "cpu" or model.head != "tied" or chunk is None or chunk >= width:
+        return 0
+    return jax.numpy.dtype(model.dtype).itemsize * model.d_model * width
 
 
 def choices_bytes(model: ModelConfig, tokens: int) -> int:
