@@ -27,6 +27,8 @@ from typing import Any
 NUM_TEST = 1319
 NUM_SAMPLES = 20
 """Completions of an evaluation that are written to the samples."""
+LEAST_TOP = 10
+"""Least upper end of the accuracy axis, percent."""
 CONTROL_KEYS = ("config", "model", "minutes", "eval_minutes", "eval_problems", "seeds", "flags")
 
 
@@ -38,7 +40,8 @@ class Point:
       minutes: of training, compilation included and evaluations left out.
       wall_minutes: of training and evaluations.
       sampled_tokens: tokens of the completions trained on so far.
-      standard_error: of the accuracy, from the variance over problems.
+      standard_error: of the accuracy, ``sqrt(p (1 - p) / n)`` with ``p = (correct + 1) / (n + 2)``,
+        so that it is not 0 if no problem is solved.
       cut: share of completions that reached the maximum length.
       length: mean tokens of a completion.
       reward: mean training reward since the last point; None before the first step.
@@ -162,6 +165,8 @@ def run_seed(arguments: argparse.Namespace, seed: int, results: dict[str, Any]) 
         if is_last or training_seconds - evaluated_at >= arguments.eval_minutes * 60:
             evaluate()
             evaluated_at = training_seconds
+    if not any(step["reward"] for step in run["steps"]):
+        print("no completion in training had a reward, so that nothing was learned from them")
     setup.task.close()
 
 
@@ -180,13 +185,14 @@ def point_of(
     from jrl.rollout.sampler import correct_of, lengths_of
 
     correct, count = correct_of(completions), len(completions)
+    rate = (float(correct.sum()) + 1) / (count + 2)
     return Point(
         step=step,
         minutes=0.0,
         wall_minutes=0.0,
         sampled_tokens=sampled,
         accuracy=float(correct.mean()),
-        standard_error=float(correct.std() / count**0.5),
+        standard_error=(rate * (1 - rate) / count) ** 0.5,
         cut=sum(each.truncated for each in completions) / count,
         length=float(lengths_of(completions).mean()),
         reward=sum(rewards) / len(rewards) if rewards else None,
@@ -261,7 +267,7 @@ def plot(path: Path, results: Mapping[str, Any]) -> None:
             )
         panel.set_xlabel(label)
         panel.grid(color=GRID)
-        panel.set_ylim(bottom=0)
+        panel.set_ylim(bottom=0, top=max(panel.get_ylim()[1], LEAST_TOP))
     panels[0].set_ylabel("greedy test accuracy, %")
     panels[0].legend(frameon=False)
     model = results["settings"]["model"] or results["settings"]["config"]
