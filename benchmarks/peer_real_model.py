@@ -18,7 +18,8 @@ import sys
 import tempfile
 import time
 import warnings
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -108,25 +109,35 @@ def train(request: dict[str, Any], turns: Turns) -> None:
 
 
 def generate(request: dict[str, Any], turns: Turns) -> None:
-    """Greedy completions by `generate`, one prompt at a time."""
+    """Greedy completions of all prompts by `generate`, in one batch with padding on the left."""
     import torch
 
-    model, _ = loaded(request["checkpoint"])
+    model, tokenizer = loaded(request["checkpoint"])
     model.eval()
-    prompts = [torch.tensor([prompt]) for prompt in request["prompts"]]
+    longest, end = max(map(len, request["prompts"])), tokenizer.eos_token_id
+    padding = [longest - len(prompt) for prompt in request["prompts"]]
+    ids = torch.tensor(
+        [[end] * n + prompt for n, prompt in zip(padding, request["prompts"], strict=True)]
+    )
+    valid = torch.tensor([[0] * n + [1] * (longest - n) for n in padding])
     while True:
         turns.begin()
-        found = []
-        for ids in prompts:
-            with torch.inference_mode():
-                both = model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    do_sample=False,
-                    max_new_tokens=request["response_length"],
-                )
-            found.append(both[0, ids.shape[1] :].tolist())
+        with torch.inference_mode():
+            both = model.generate(
+                ids,
+                attention_mask=valid,
+                do_sample=False,
+                max_new_tokens=request["response_length"],
+                pad_token_id=end,
+            )
+        # Behind the end of a row is padding.
+        found = [up_to(row, end) for row in both[:, longest:].tolist()]
         turns.end(tokens=sum(map(len, found)), ids=found)
+
+
+def up_to(ids: list[int], end: int) -> list[int]:
+    """Ids up to the first end, included."""
+    return ids[: ids.index(end) + 1] if end in ids else ids
 
 
 def loss(request: dict[str, Any], turns: Turns) -> None:
@@ -157,7 +168,11 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(request["threads"])
-    print(json.dumps({name: version(name) for name in PACKAGES}), flush=True)
+    versions = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):  # generation needs no TRL
+            versions[name] = version(name)
+    print(json.dumps(versions), flush=True)
     {"train": train, "generate": generate, "loss": loss}[request["kind"]](request, Turns())
 
 

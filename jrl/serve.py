@@ -52,7 +52,8 @@ class PolicyOptions:
     lora: str | None = None
     """Folder of LoRA adapters in PEFT's format, which are merged into the published checkpoint."""
     chat_template: str = "checkpoint"
-    """Chat template: that of the run or checkpoint, a Jinja file, or "none"."""
+    """Chat template: the run's or checkpoint's, "hermes", "llama3", "mistral", a Jinja file, or
+    "none"."""
     ignore_options: tuple[str, ...] = ()
     """Options of a checkpoint's config.json to pass over, as --ignore-options of jrl.train."""
     generation_config: Literal["checkpoint", "none"] = "checkpoint"

@@ -122,7 +122,9 @@ def test_there_are_commands():
         "benchmarks.memory",
         "benchmarks.gpu",
     }
-    benchmarks |= {f"benchmarks.{name}" for name in ("dispatch", "harness", "rollout", "serve")}
+    benchmarks |= {
+        f"benchmarks.{name}" for name in ("dispatch", "gsm8k", "harness", "rollout", "serve")
+    }
     tested = {
         "jrl.chat",
         "jrl.evaluate",

@@ -100,8 +100,8 @@ class EvaluateOptions:
     """Tokenizer for a published checkpoint in place of its own: a SentencePiece .model file, or a
     tokenizer.json with its tokenizer_config.json in the same folder."""
     chat_template: str | None = None
-    """Chat template for prompts, as --chat-template of jrl.train: "checkpoint", "none", or the path
-    of a Jinja file; None takes the run's."""
+    """Chat template for prompts, as --chat-template of jrl.train: "checkpoint", "none", "hermes",
+    "llama3", "mistral" or the path of a Jinja file; None takes the run's."""
     chat_template_kwargs: str | None = None
     """A JSON object of variables for the chat template, such as {"enable_thinking": false}; None
     takes the run's."""

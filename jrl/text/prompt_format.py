@@ -5,6 +5,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,7 +24,11 @@ from jrl.text.tokenizer import Tokenizer
 from jrl.text.tool_calls import attach_calls, shows_tools, tool_format_of
 
 CHECKPOINT_TEMPLATE, NO_TEMPLATE = "checkpoint", "none"
-"""Values of `PromptSettings.chat_template` other than a file."""
+"""Values of `PromptSettings.chat_template` other than a file and those of `NAMED_TEMPLATES`."""
+NAMED_TEMPLATES = {
+    path.stem: path for path in sorted(Path(__file__).with_name("templates").glob("*.jinja"))
+}
+"""Files of the templates that come with the library, by name, for example "hermes"."""
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
 TAIL = 16
 """Number of tokens at the end of a prompt that are searched for a mark of open reasoning."""
@@ -389,23 +394,41 @@ def prompt_format(run: PromptSettings, tokenizer: Tokenizer) -> PromptFormat:
 
 
 def with_template(run: PromptSettings, tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer of a new run, with the chat template of the file that the run names, if any."""
-    if run.chat_template == NO_TEMPLATE:
+    """The tokenizer of a new run, with the chat template of the name or file that the run has, if
+    any.
+
+    Raises:
+      ValueError: for a file that cannot be read, and a named template whose end of a turn is no
+        token of the tokenizer.
+    """
+    name = run.chat_template
+    if name == NO_TEMPLATE:
         return with_turn_end(tokenizer)
-    if run.chat_template == CHECKPOINT_TEMPLATE:
+    if name == CHECKPOINT_TEMPLATE:
         return with_turn_end(tokenizer, template_file(run))
+    path = NAMED_TEMPLATES.get(name, Path(os.path.expanduser(name)))
     try:
-        source = Path(os.path.expanduser(run.chat_template)).read_text(encoding="utf-8")
+        source = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error.reason
         raise ValueError(
-            f"chat_template={run.chat_template!r} cannot be read ({reason}): give the path of a "
-            f"Jinja template, {CHECKPOINT_TEMPLATE} or {NO_TEMPLATE}."
+            f"chat_template={name!r} cannot be read ({reason}): give the path of a Jinja "
+            f"template, {CHECKPOINT_TEMPLATE}, {NO_TEMPLATE}, or {' or '.join(NAMED_TEMPLATES)}."
         ) from error
-    return with_turn_end(
-        tokenizer.with_usage(replace(tokenizer.usage, chat_template=source, chat_date=today())),
-        run.chat_template,
-    )
+    usage = replace(tokenizer.usage, chat_template=source, chat_date=today())
+    ended = with_turn_end(tokenizer.with_usage(usage), name)
+    if name in NAMED_TEMPLATES and ended.usage.turn_end is None and find_spec("jinja2"):
+        raise ValueError(
+            f"chat_template={name!r} ends a turn with a text that is no special token of this "
+            f"tokenizer, whose ends are {_spelled_ends(tokenizer)}: choose another of "
+            f"{', '.join(NAMED_TEMPLATES)}, or give the path of a Jinja template."
+        )
+    return ended
+
+
+def _spelled_ends(tokenizer: Tokenizer) -> str:
+    texts = {token: text for text, token in tokenizer.special_tokens.items()}
+    return ", ".join(texts.get(token, str(token)) for token in tokenizer.stop_ids)
 
 
 def template_file(run: PromptSettings) -> str | None:

@@ -17,10 +17,12 @@ class FormatSettings:
     chat_template: str = setting(
         "checkpoint",
         sft='Chat template for conversations: "checkpoint" is the one that comes with the '
-        'tokenizer, if there is one; "none" uses none; anything else is the path of a Jinja file.',
+        'tokenizer, if there is one; "none" uses none; "hermes", "llama3" and "mistral" come with '
+        "the library and write tools; anything else is the path of a Jinja file.",
     )
     """Chat template for prompts: "checkpoint" is the one that comes with the tokenizer, if there is
-    one; "none" leaves prompts as they are; anything else is the path of a Jinja file."""
+    one; "none" leaves prompts as they are; "hermes", "llama3" and "mistral" come with the library
+    and write tools; anything else is the path of a Jinja file."""
     system_prompt: str | None = None
     """First message of every conversation that has no system message."""
     chat_template_kwargs: str | None = None

@@ -5,12 +5,14 @@ import os
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import jax
 import pytest
+from served import NETWORK, write_checkpoint
 
 from benchmarks.gpu.decoding import bytes_of_column, bytes_of_step
 from benchmarks.gpu.networks import network, weights_of
@@ -81,6 +83,33 @@ def test_rollouts_are_measured_with_slots_kept_full_and_in_batches(tmp_path):
     heavy = json.loads(figures.read_text())["heavy tail"]
     used = heavy["utilisation"]
     assert used["kept full"] >= 0.9 > 0.5 > used["fixed"]
+
+
+@pytest.mark.slow
+def test_gsm8k_is_evaluated_before_and_after_training_of_each_seed(tmp_path):
+    network = replace(NETWORK, max_positions=512)
+    checkpoint = write_checkpoint(tmp_path / "model", network=network)
+    for split, count in (("train", 6), ("test", 5)):
+        lines = [{"question": f"{n}+{count}?", "answer": f"#### {n + count}"} for n in range(count)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    out = tmp_path / "results" / "gsm8k"
+    own = ("--model", str(checkpoint), "--data", str(tmp_path), "--out", str(out))
+    own += ("--minutes", "0.001", "--eval-problems", "3", "--seeds", "0", "1")
+    sizes = ("--prompts", "2", "--group-size", "2", "--mini-batch", "4", "--response-length", "4")
+    shown = printed("-m", "benchmarks.gsm8k", *own, "--", *sizes, "--verifiers", "1")
+    assert "seed 1: evaluates greedily on the first 3 of 5 test problems" in shown
+    results = json.loads(out.with_suffix(".json").read_text())
+    assert [run["seed"] for run in results["runs"]] == [0, 1]
+    for run in results["runs"]:
+        first, last = run["points"]
+        assert (first["step"], first["minutes"], first["sampled_tokens"]) == (0, 0.0, 0)
+        assert last["step"] == 1 and 0 < last["minutes"] < last["wall_minutes"]
+        assert 4 <= last["sampled_tokens"] <= 16 and 0 <= last["accuracy"] <= 1
+        assert last["reward"] == run["steps"][0]["reward"]
+    samples = (tmp_path / "results" / "gsm8k-samples.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in samples]
+    assert [(row["seed"], row["step"]) for row in rows[::3]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert out.with_suffix(".png").stat().st_size > 1000
 
 
 @pytest.mark.slow

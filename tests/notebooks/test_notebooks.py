@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -173,7 +174,7 @@ MACHINES = {
 }
 
 
-def asked_for(code, patch, source, files=(), modules=(), environment=None):
+def asked_for(code, patch, source, files=(), modules=(), environment=None, missing=()):
     """What a notebook's first cell gives to pip on a machine."""
     asked, exists, find = [], os.path.exists, importlib.util.find_spec
     code = code.replace('SOURCE = ""', f"SOURCE = {source!r}")
@@ -188,7 +189,9 @@ def asked_for(code, patch, source, files=(), modules=(), environment=None):
         faked.setattr(
             importlib.util,
             "find_spec",
-            lambda x: x in modules or None if x in ("jrl", "jax_cuda13_plugin") else find(x),
+            lambda x: (
+                x in modules or None if x in ("jrl", "jax_cuda13_plugin", *missing) else find(x)
+            ),
         )
         faked.delenv("TPU_ACCELERATOR_TYPE", raising=False)
         for name, value in (environment or {}).items():
@@ -217,6 +220,34 @@ def test_colab_cell_installs_the_extra_of_the_accelerator(path, machine, monkeyp
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_first_cell_asks_where_the_library_is_if_it_is_missing(path, monkeypatch):
     first = code_of(path)[0]
-    with pytest.raises(SystemExit, match=r"^jrl is not installed: set SOURCE to the repository's"):
+    message = r"^(jrl is not installed: s|not installed: jrl\. S)et SOURCE to the repository's"
+    with pytest.raises(SystemExit, match=message):
         asked_for(first, monkeypatch, "")
     assert asked_for(first, monkeypatch, "", modules=("jrl",)) == []
+
+
+def test_first_cell_names_missing_extras_of_installed_library(monkeypatch):
+    first, missing = code_of(ROOT / "notebooks" / "real_model.ipynb")[0], ("tokenizers", "gguf")
+    with pytest.raises(SystemExit, match=r"^not installed: tokenizers, gguf\. Set SOURCE .*pip"):
+        asked_for(first, monkeypatch, "", modules=("jrl",), missing=missing)
+    asked = asked_for(first, monkeypatch, "/clone", modules=("jrl",), missing=missing)
+    assert asked == ["jrl-reasoning[hf,gguf] @ /clone"]
+
+
+def test_address_is_written_into_notebooks_and_page(tmp_path):
+    address = runpy.run_path(str(ROOT / "notebooks" / "address.py"))
+    written, page = address["with_address"], (ROOT / "docs" / "notebook.md").read_text()
+    own = address["REPOSITORY"]
+    linked = address["page_with_links"](page, "a/b")
+    for path in NOTEBOOKS:
+        text = path.read_text()
+        assert written(text, path.name, own) == text
+        other = written(text, path.name, "a/b")
+        where = f"https://colab.research.google.com/github/a/b/blob/main/notebooks/{path.name}"
+        title, first = json.loads(other)["cells"][:2]
+        badge = f"\n\n[![Open in Colab]({address['BADGE']})]({where})\n\n"
+        assert badge in "".join(title["source"])
+        assert 'SOURCE = "git+https://github.com/a/b"\n' in first["source"]
+        assert written(other, path.name, own) == text
+        assert f"notebooks/{path.name}) [Colab]({where}) |" in linked
+    assert address["page_with_links"](linked, own) == page

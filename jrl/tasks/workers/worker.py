@@ -165,11 +165,10 @@ def gym_checker(
         """Tests the generator on its first rows: empty if it is usable, else the error."""
         again = create()
         for index in range(num_rows):
-            question, answer = row(index)
-            if again[index]["question"] != question or again[index]["answer"] != answer:
+            _, answer = row(index)
+            if any(again[index][name] != entry(index)[name] for name in ("question", "answer")):
                 return {"error": f"row {index} is not the same twice for one seed: choose another"}
-            points = dataset().score_answer(answer, entry(index))
-            if points != 1.0:
+            if answer and (points := dataset().score_answer(answer, entry(index))) != 1.0:
                 message = f"its reference answer to row {index} scores {points}: choose another"
                 return {"error": message}
         return {}
@@ -188,12 +187,26 @@ def gym_checker(
 
     def row(index: int) -> tuple[str, str]:
         question, answer = entry(index)["question"], entry(index)["answer"]
-        if not isinstance(question, str) or not isinstance(answer, str) or not answer:
+        if answer is None:
+            answer = example_answer(index)
+        elif not isinstance(answer, str) or not answer:
             raise ValueError(
-                f"row {index} has answer={answer!r}, and a text is needed: "
-                "choose a generator that gives answers"
+                f"row {index} has answer={answer!r}, which is neither a text nor None: "
+                "choose another generator"
             )
+        if not isinstance(question, str):
+            raise ValueError(f"row {index} has question={question!r}, which is not a text")
         return question, answer
+
+    def example_answer(index: int) -> str:
+        """Answer in the metadata of a row, as text or JSON, that scores full marks; empty if there
+        is none."""
+        examples = (v for k, v in entry(index)["metadata"].items() if "answer" in k)
+        for example in examples:
+            text = example if isinstance(example, str) else json.dumps(example)
+            if dataset().score_answer(text, entry(index)) == 1.0:
+                return text
+        return ""
 
     def score(index: int, completion: str) -> Message:
         extracted = extraction.extract(completion)

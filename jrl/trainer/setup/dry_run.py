@@ -16,7 +16,7 @@ from jrl.published.settings import RouterSettings
 from jrl.setting import names_with
 from jrl.tasks.data.chats import Chats
 from jrl.tasks.mixture import has_environments
-from jrl.text.prompt_format import example_tools, text_of_row
+from jrl.text.prompt_format import NAMED_TEMPLATES, NO_TEMPLATE, example_tools, text_of_row
 from jrl.trainer.setup.chat_rows import training_chats
 from jrl.trainer.setup.fit import free_bytes
 from jrl.trainer.setup.lengths import describe_lists, response_origin
@@ -303,13 +303,13 @@ def _bubble(setup: Setup) -> dict[str, str]:
 
 def print_first_input(setup: Setup, console: Console) -> None:
     """Prints the first training conversation with special tokens, and its tokens in the loss mask;
-    or the first prompt, if a chat template formats it."""
+    or the first prompt."""
     if setup.rows is not None:
         assert isinstance(setup.task, Chats)
         chat = setup.rows.encoded[training_chats(setup.task, 0, 1)[0].index]
         _print_tokens(setup, console, "The first conversation as the network reads it", chat.ids)
         _print_tokens(setup, console, "Its tokens in the loss", chat.ids[chat.loss_mask])
-    elif setup.format.template is not None:
+    else:
         ids = setup.format.encode(setup.task.train(0))
         _print_tokens(setup, console, "The first prompt as the network reads it", ids)
     for line in (turn_ends(setup), tools_called(setup)):
@@ -319,12 +319,19 @@ def print_first_input(setup: Setup, console: Console) -> None:
 
 def turn_ends(setup: Setup) -> str | None:
     """Description of the tokens that end a turn of the assistant, and of the chat template's own
-    one; None if there is no template."""
-    template, tokenizer = setup.format.template, setup.tokenizer
-    if template is None:
+    one or its absence; None if there is no template and no checkpoint."""
+    template, tokenizer, run = setup.format.template, setup.tokenizer, setup.run
+    if template is None and run.checkpoint is None:
         return None
     token_texts = {token: text for text, token in tokenizer.special_tokens.items()}
     names = [token_texts.get(token, str(token)) for token in tokenizer.stop_ids]
+    if template is None:
+        reason = (
+            f"--chat-template {NO_TEMPLATE}"
+            if run.chat_template == NO_TEMPLATE
+            else f"--chat-template {', '.join(NAMED_TEMPLATES)} or FILE gives one"
+        )
+        return f"no chat template ({reason}): completions end with {' or '.join(names)}"
     if (turn_end := tokenizer.usage.turn_end) is not None:
         template_end = token_texts[turn_end]
         other_ends = [name for name in names if name != template_end]

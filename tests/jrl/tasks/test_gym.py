@@ -126,6 +126,29 @@ def test_partial_credit_is_named():
     task.close()
 
 
+# Whether the metadata of a row have an answer in place of the missing one.
+UNANSWERED = {
+    "graph_color": True,
+    "rubiks_cube": True,
+    "propositional_logic": True,
+    "rush_hour": False,
+    "boxnet": False,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNANSWERED)
+def test_generator_without_answers_scores_and_takes_example_answers(name):
+    task = gym(name, 0, size=12)
+    examples = [task.train(index) for index in range(8)]
+    answers = [example.answer for example in examples]
+    assert [bool(answer) for answer in answers] == [UNANSWERED[name]] * 8
+    scored = [verdict.score for verdict in task.verify(examples, answers)]
+    assert scored == [float(UNANSWERED[name])] * 8
+    assert all(score < 0.1 for score in (v.score for v in scores(task, examples[0], "zzz", "{}")))
+    task.close()
+
+
 @pytest.mark.slow
 def test_what_a_scorer_raises_is_an_error():
     task = gym("prime_factorization", 0, size=8)
@@ -159,7 +182,6 @@ def test_nothing_is_executed(tmp_path, name):
 REFUSED = [
     ("basic_arithmetc", r"is not a generator of reasoning-gym: did you mean basic_arithmetic or "),
     ("qqqqqq", r"is not a generator of reasoning-gym: see reasoning_gym\.factory\.DATASETS"),
-    ("boxnet", r"row 0 has answer=None, and a text is needed"),
     ("list_functions", r"row 0 is not the same twice for one seed"),
 ]
 

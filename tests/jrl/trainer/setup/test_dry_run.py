@@ -1,4 +1,5 @@
 import io
+import json
 import math
 import re
 from dataclasses import replace
@@ -7,16 +8,25 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from chat_checkpoint import END, TEMPLATE, TURN
 from jax.sharding import PartitionSpec
 from rich.console import Console
+from served import write_checkpoint
 from small_runs import small_model, small_recipe, small_run, small_setup
 from whole_network import before_responses
 
+from jrl.config.flags import parse_arguments
 from jrl.config.run import RunConfig
 from jrl.recipes import Dapo, Grpo, Ppo, Vapo
 from jrl.rollout.decoding.slots import abstract_pool, empty_pool
 from jrl.trainer.scoring import logprobs_and_choices_of
-from jrl.trainer.setup.dry_run import batch_arithmetic, parameters, print_dry_run, readable_bytes
+from jrl.trainer.setup.dry_run import (
+    batch_arithmetic,
+    parameters,
+    print_dry_run,
+    print_first_input,
+    readable_bytes,
+)
 from jrl.trainer.setup.memory import (
     cache_bytes,
     logits_bytes,
@@ -395,3 +405,29 @@ def test_only_layers_that_are_not_scanned_are_unstacked_to_sample():
     fully_sharded = {"fsdp": True, "remat": "full"}
     made, whole = sizes(9, **fully_sharded)
     assert made == whole and sizes(9, is_stored=True, **fully_sharded)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("template", "chosen", "line"),
+    [
+        (None, "checkpoint", "no chat template (--chat-template hermes, llama3, mistral or FILE"),
+        (TEMPLATE, "none", "no chat template (--chat-template none)"),
+    ],
+)
+def test_first_prompt_of_base_model_is_shown_with_missing_template(
+    tmp_path, template, chosen, line
+):
+    checkpoint = write_checkpoint(tmp_path / "base", chat_template=template)
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n}+1?", "answer": str(n + 1)}) + "\n" for n in range(2))
+    )
+    flags = [f"--model=hf:{checkpoint}", f"--task=jsonl:{tmp_path}/data.jsonl", "--verifiers=1"]
+    request = parse_arguments([*flags, f"--chat-template={chosen}"])
+    setup = build_setup(request.run, request.recipe)
+    setup.task.close()
+    text = io.StringIO()
+    print_first_input(setup, Console(file=text, width=100))
+    shown = text.getvalue()
+    prompt = setup.task.train(0).prompt
+    assert shown.startswith(f"The first prompt as the network reads it\n{prompt}\n{line}")
+    assert shown.endswith(f"completions end with {TURN} or {END}\n")

@@ -3,12 +3,20 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 from jrl.config.run import RunConfig
 from jrl.recipes import Grpo
 from jrl.trainer.setup.dry_run import prediction
-from jrl.trainer.setup.memory import ACTIVATIONS, memory, run_memory, weight_bytes
+from jrl.trainer.setup.memory import (
+    ACTIVATIONS,
+    head_copy_bytes,
+    memory,
+    run_memory,
+    weight_bytes,
+)
 from jrl.trainer.setup.plan_inputs import batch_of, method_of, planner_args
 from jrl.trainer.setup.planner import (
     OVERLAPS,
@@ -17,8 +25,12 @@ from jrl.trainer.setup.planner import (
 )
 from jrl.trainer.setup.setup import build_setup
 from moe.attention.context_parallel import context_of
-from moe.config import Model
+from moe.config import Model, tiny_dense
+from moe.execution import Execution
+from moe.head import logprobs_and_entropy
+from moe.placement import specs
 from moe.planner.memory import memory as planned_memory
+from moe.weights import cast_shapes
 from sharding.costs.hardware import HARDWARE, find_hardware
 from sharding.folding import Layout, fold
 
@@ -136,3 +148,29 @@ def test_kinds_of_devices():
     assert find_hardware("TPU v4") is None
     assert find_hardware(jax.devices()[0].device_kind) is None
     assert find_hardware("laptop computer") is None
+
+
+@pytest.mark.parametrize(
+    ("head", "chunk", "copied"),
+    [("tied", 256, True), ("tied", 1024, False), ("tied", None, False), ("untied", 256, False)],
+)
+def test_transpose_of_tied_head_is_counted_as_compiled(head, chunk, copied):
+    execution = Execution(vocab_chunk=chunk)
+    config = replace(tiny_dense(1024), head=head, d_model=512, execution=execution)
+    mesh = fold(Layout(), jax.devices()[:1])
+    model, rows = Model(config, mesh), PartitionSpec(mesh.axes)
+
+    def scores(weights, x, tokens):
+        return logprobs_and_entropy(weights, x, tokens, model)[0]
+
+    mapped = jax.shard_map(
+        scores, mesh=mesh.mesh, in_specs=(specs(model), rows, rows), out_specs=rows
+    )
+    states = jax.ShapeDtypeStruct((4, config.d_model), jnp.float32)
+    tokens = jax.ShapeDtypeStruct((4,), jnp.int32)
+    compiled = jax.jit(mapped).lower(cast_shapes(config), states, tokens).compile()
+    counted = head_copy_bytes(model)
+    assert counted == 4 * 512 * 1024 * copied
+    # Logits and states of four tokens, and a chunk of the columns.
+    rest = compiled.memory_analysis().temp_size_in_bytes - counted
+    assert 0 <= rest < 4 * 512 * 1024 * 0.6
