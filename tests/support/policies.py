@@ -18,7 +18,7 @@ from jrl.rollout.decoding.requests import Request, Trajectory
 from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.sampling import Sampling
 from jrl.trainer.scoring import PromptLayout, Scorer, Scores, mark_replicated
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.placement import specs
 from moe.weights import Transformer, axis_sizes, shapes, table
 from sharding.folding import FoldedMesh, Layout, fold
