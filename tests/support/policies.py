@@ -18,7 +18,7 @@ from jrl.rollout.decoding.requests import Request, Trajectory
 from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.sampling import Sampling
 from jrl.trainer.scoring import PromptLayout, Scorer, Scores, mark_replicated
-from moe.config import ModelConfig
+from moe.config import Model, ModelConfig
 from moe.placement import specs
 from moe.weights import Transformer, axis_sizes, shapes, table
 from sharding.folding import FoldedMesh, Layout, fold
@@ -141,6 +141,7 @@ def scores(decoder: Asked, weights, tokens, valid) -> Scores:
 def scored(decoder: Asked, rollout: Batch[np.ndarray]) -> list[np.ndarray]:
     """Log-probabilities, those in the distribution drawn from, and entropies of the tokens."""
     mesh, config = decoder.mesh, decoder.config
+    spec = specs(Model(config, mesh))
 
     def local(*given):
         out = scores(decoder, *given)
@@ -148,9 +149,7 @@ def scored(decoder: Asked, rollout: Batch[np.ndarray]) -> list[np.ndarray]:
 
     rows = P(mesh.dp)
     step = jax.jit(
-        jax.shard_map(
-            local, mesh=mesh.mesh, in_specs=(specs(decoder.model), rows, rows), out_specs=rows
-        ),
+        jax.shard_map(local, mesh=mesh.mesh, in_specs=(spec, rows, rows), out_specs=rows),
         compiler_options=FAST_COMPILE,
     )
     given = jnp.asarray(rollout.tokens), jnp.asarray(rollout.valid)
