@@ -12,6 +12,7 @@ from test_gguf_writer import ABOUT, WRITTEN, make_checkpoint
 from jrl.published.gguf_writer import write_gguf
 from jrl.text.json_tokenizer import checkpoint_tokenizer
 from moe import huggingface, model
+from moe.config import Model
 from moe.placement import specs
 
 pytestmark = pytest.mark.slow
@@ -40,10 +41,11 @@ def completion_of(path, banned):
 def logits_of(folder, tokens):
     mesh = mesh_of("dp1")
     config, weights = huggingface.load(folder, mesh)
+    network = Model(config, mesh)
     run = on_mesh(
-        lambda w, t: model.next_token_logits(w, t, t >= 0, config, mesh)[0][None],
+        lambda w, t: model.next_token_logits(w, t, t >= 0, network)[0][None],
         mesh,
-        (specs(config, mesh), P(mesh.dp)),
+        (specs(network), P(mesh.dp)),
         P(tuple(axis for axis in mesh.axes if axis not in mesh.dp), mesh.dp),
     )
     logits = np.asarray(run(weights, jnp.asarray([tokens])))
