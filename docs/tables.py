@@ -23,6 +23,8 @@ if __name__ == "__main__":  # layouts of the refused settings need devices, befo
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=16"
     os.environ["JAX_PLATFORMS"] = "cpu"
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, whatever is installed
+
 import jrl.losses
 from jrl.checks import flag
 from jrl.config.flags import parse_arguments
@@ -145,7 +147,8 @@ def papers() -> str:
     """Algorithms with their papers, in two columns."""
     cells = [[f"`{name}`", paper_link(kind)] for name, kind in RECIPES.items()]
     half = -(-len(cells) // 2)
-    rows = [[*left, *right] for left, right in zip(cells[:half], cells[half:], strict=True)]
+    right = [*cells[half:], ["", ""]][:half]  # of an odd number, the last row is half empty
+    rows = [[*left, *right] for left, right in zip(cells[:half], right, strict=True)]
     return table(["algorithm", "paper"] * 2, rows)
 
 

@@ -28,6 +28,8 @@ from jrl.recipes.base.temperature import AdaptiveTemperature
 Leaf = TypeVar("Leaf")
 POLICY = "policy"
 """Role of the policy, and the source of weights that are a copy of it."""
+CLIP_BOUNDS = ("clip_low", "clip_high", "clip_dual")
+"""Hyperparameters that only a `Recipe.policy_loss` with these keywords reads."""
 FORMER_HOOKS = {
     "entropy_statistics": "update_state(state, batch), which returns the state of the next step",
 }
@@ -176,6 +178,20 @@ class Recipe(Hyperparameters):
         super().__post_init__()
         # After the check of the hyperparameters, as hooks compute the correction from them.
         check_correction(self.correction, self.old_logprobs)
+        self._check_bounds_are_read()
+
+    def _check_bounds_are_read(self) -> None:
+        """Raises ValueError for a clip bound that `policy_loss` does not take."""
+        if type(self).surrogate is not Recipe.surrogate:
+            return
+        defaults, read = (
+            {each.name: each.default for each in fields(self)},
+            self.policy_loss_settings,
+        )
+        for bound in CLIP_BOUNDS:
+            value = getattr(self, bound)
+            if bound not in read and value != defaults[bound]:
+                raise ValueError(f"{bound}={value} has no effect on {self.name}: leave it out.")
 
     @property
     def name(self) -> str:
@@ -381,8 +397,7 @@ class Recipe(Hyperparameters):
     def policy_loss_settings(self) -> dict[str, Any]:
         """Keyword arguments of `policy_loss`."""
         # By name, so that a recipe with another loss returns other keywords.
-        names = "clip_low", "clip_high", "clip_dual"
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in CLIP_BOUNDS}
 
     def statistics(
         self,

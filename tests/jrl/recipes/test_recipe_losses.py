@@ -72,7 +72,15 @@ EVERY_TERM = {
     "clip_dual": 1.5,
     "aggregation": "seq-mean-token-mean",
 }
-CASES = [kind(**SIZES, **terms) for kind in RECIPES.values() for terms in ({}, EVERY_TERM)]
+
+
+def every_term(kind):
+    """Terms of a recipe: `clip_dual` only if its loss takes it."""
+    takes = kind.surrogate is not Recipe.surrogate or "clip_dual" in kind().policy_loss_settings
+    return {name: value for name, value in EVERY_TERM.items() if takes or name != "clip_dual"}
+
+
+CASES = [kind(**SIZES, **t) for kind in RECIPES.values() for t in ({}, every_term(kind))]
 
 
 def label(recipe):

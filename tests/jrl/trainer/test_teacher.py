@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -27,25 +28,9 @@ from jrl.trainer.step import _score_frozen
 from moe.config import Model, preset
 from moe.model import next_token_logits
 
-DISTILL = '''
-from dataclasses import dataclass
-import jax.numpy as jnp
-from jrl.recipes import NetworkSpec, Recipe, Targets
-
-@dataclass(frozen=True)
-class Distill(Recipe):
-    """The advantage of a token is how much likelier it is under the teacher."""
-    teacher: str = ""
-    "Run folder or checkpoint of the teacher."
-
-    @property
-    def networks(self):
-        return {**super().networks, "teacher": NetworkSpec(self.teacher)}
-
-    def targets(self, batch):
-        gain = batch.logprobs["teacher"] - batch.old_logprobs
-        return Targets(jnp.where(batch.mask, gain, 0.0))
-'''
+PAGE = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text()
+DISTILL = PAGE.split('```python title="distill.py"\n')[1].split("```")[0]
+"""The recipe as the page has it."""
 SIZES = [
     *("--task", "sort", "--prompts", "4", "--group-size", "2"),
     *("--warm-start-steps", "1", "--eval-prompts", "4"),

@@ -90,6 +90,7 @@ def reference_step(name, weight, state, grad, t, settings):
     if name == "sgd":
         m = settings.get("momentum", 0.0) * (0.0 if state is None else state) + grad
         return m, m
+    assert name == "adafactor", f"{name} has no reference"
     layers = [
         adafactor(*x, t, settings) for x in zip(weight, state or [None] * 2, grad, strict=True)
     ]
