@@ -64,11 +64,10 @@ class ExportOptions:
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the tensors in the files; None is what the run computes in."""
     base_name: str | None = None
-    """Name of the checkpoint that the run started from, for the model card; None is that of the
-    run."""
+    """Name of the base checkpoint for the model card; None takes the run's name for it."""
     architecture: str | None = None
-    """A class of transformers, for example Qwen3MoeForCausalLM; None takes that of the checkpoint
-    that the run started from, or the first that can express the network."""
+    """A class of transformers, for example Qwen3MoeForCausalLM; None keeps the
+    class of the base checkpoint, or takes the first that can express the network."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -114,7 +113,6 @@ def _check(options: ExportOptions, folder: RunFolder) -> None:
         raise ValueError('gguf needs the package gguf: run pip install -e ".[gguf]"')
     if options.push:
         check_target(options.push)
-    # Of a run that has them the file says so; one without any has no such setting.
     adapted = _is_adapted(folder)
     if adapted and not options.merge and not _pushes_adapters(options, folder):
         raise ValueError(

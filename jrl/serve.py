@@ -50,14 +50,14 @@ class PolicyOptions:
     """A JSON object of default variables for the chat template, such as {"enable_thinking": false};
     None takes the run's."""
     lora: str | None = None
-    """Folder of LoRA adapters in PEFT's format, which are merged into the published checkpoint."""
+    """Folder of LoRA adapters in PEFT's format to merge into the published checkpoint."""
     chat_template: str = "checkpoint"
-    """Chat template: the run's or checkpoint's, "hermes", "llama3", "mistral", a Jinja file, or
-    "none"."""
+    """Chat template: "checkpoint" for the one of the run or checkpoint, "hermes", "llama3",
+    "mistral", a Jinja file, or "none"."""
     ignore_options: tuple[str, ...] = ()
     """Options of a checkpoint's config.json to pass over, as --ignore-options of jrl.train."""
     generation_config: Literal["checkpoint", "none"] = "checkpoint"
-    """Sampling defaults: those of a published checkpoint's generation_config.json, or none."""
+    """Sampling defaults: a published checkpoint's generation_config.json, or none."""
     layout: str | None = None
     """Layout of the devices (parallelism); None takes the run's layout for sampling, and one device
     for a published checkpoint."""
@@ -79,9 +79,9 @@ class ServeOptions(PolicyOptions):
     """Address to listen on; 0.0.0.0 is every network of the machine. One that other machines can
     reach needs --api-key, or --allow-anyone."""
     port: int = 8000
-    """Port to listen on; 0 is a free one, which is printed."""
+    """Port to listen on; 0 takes a free one and prints it."""
     name: str | None = None
-    """The model's name for clients; None is that of the folder."""
+    """The model's name for clients; None takes the folder's name."""
     slots: int = 16
     """Choices decoded concurrently (continuous batching), a multiple of dp x tp of the layout, or
     of the attention devices of a split times its micro-batches."""
@@ -100,7 +100,7 @@ class ServeOptions(PolicyOptions):
     """Bearer token that clients must send, except to /health; None takes the environment variable
     JRL_API_KEY, and without it no key is required."""
     allow_anyone: bool = False
-    """Serve other machines without a key."""
+    """Let other machines call the server with no key."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages that may call the server from a browser (CORS), such as
     http://localhost:3000; * is every page."""
@@ -178,7 +178,7 @@ def _check(options: ServeOptions) -> None:
 def check_origin(origin: str) -> None:
     """Raises ValueError unless the text is an origin as browsers state it: scheme, host and port.
 
-    ``*`` is every origin, ``null`` that of a local file.
+    ``*`` is every origin, ``null`` is a local file.
     """
     url = urlsplit(origin)
     if origin in ("*", "null") or origin == f"{url.scheme}://{url.netloc}" != "://":
@@ -279,7 +279,7 @@ def build_service(
     Args:
       seed: of sampling.
       slots, queue, window: as of `ServeOptions`.
-      name: of the model for clients; None is that of the folder.
+      name: of the model for clients; None takes the folder's name.
     """
     import jax
 
@@ -355,7 +355,7 @@ def _defaults(options: PolicyOptions, policy: "ServedModel") -> tuple[dict[str, 
 
 
 def choose_length(config: "ModelConfig", slots: int) -> tuple[int, str]:
-    """Default length of a row in tokens: that of the network, or less if the KV cache would be too
+    """Default length of a row in tokens: the network's, or less if the KV cache would be too
     large; and a line that says so, empty otherwise."""
     import jax
 
@@ -369,7 +369,7 @@ def choose_length(config: "ModelConfig", slots: int) -> tuple[int, str]:
     model = Model(config, fold(Layout(), jax.devices()[:1]))
     cache_bytes_of = partial(cache_bytes, model, slots)
     length = positions
-    # Halves, so that lengths are as even as those of published networks.
+    # Halves keep lengths as even as in published networks.
     while length > DEFAULT_LENGTH and cache_bytes_of(length) > DEFAULT_CACHE_BYTES:
         length //= 2
     if length == positions:

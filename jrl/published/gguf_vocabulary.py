@@ -33,7 +33,7 @@ def vocabulary_metadata(folder: Path, vocab_size: int) -> dict[str, Any]:
     """The metadata below ``tokenizer.`` for a folder with a tokenizer.json.
 
     Raises:
-      ValueError: for a folder without one, and a tokenizer that is no BPE that GGUF has.
+      ValueError: for a folder that has no tokenizer.json, and a tokenizer that GGUF lacks.
     """
     from jrl.text.json_tokenizer import checkpoint_tokenizer  # needs an extra
 

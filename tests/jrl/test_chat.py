@@ -25,6 +25,8 @@ def test_wrong_flags_are_one_line(flags, message, capsys):
 
 @pytest.mark.slow
 def test_pipe_is_answered_and_seed_decides(tmp_path, monkeypatch, capsys):
+    for name in ("prometheus_client", "starlette", "uvicorn", "llguidance"):  # of other extras
+        monkeypatch.setitem(sys.modules, name, None)
     folder = write_checkpoint(tmp_path / "model")
     answers = []
     for seed in ("1", "1", "2"):
