@@ -72,6 +72,7 @@ def test_a_line_that_does_not_parse_is_named_with_its_file(tmp_path, capsys):
         ("--resume --run-dir no-run", "run folder no-run holds no run"),
         ("--clip-low -1", r"clip_low=-1\.0 must be at least 0"),
         ("--clip-dual 0.5", r"clip_dual=0\.5 must be above 1"),
+        ("cispo --clip-dual 3", r"clip_dual=3\.0 has no effect on cispo: leave it out"),
         ("--learning-rate -1", r"learning_rate=-1\.0 must be at least 0"),
         ("--max-grad-norm 0", r"max_grad_norm=0\.0 must be above 0"),
         ("--warm-start-steps -3", "warm_start_steps=-3 must be at least 0"),

@@ -184,14 +184,13 @@ class Recipe(Hyperparameters):
         """Raises ValueError for a clip bound that `policy_loss` does not take."""
         if type(self).surrogate is not Recipe.surrogate:
             return
-        defaults, read = (
-            {each.name: each.default for each in fields(self)},
-            self.policy_loss_settings,
-        )
-        for bound in CLIP_BOUNDS:
-            value = getattr(self, bound)
-            if bound not in read and value != defaults[bound]:
-                raise ValueError(f"{bound}={value} has no effect on {self.name}: leave it out.")
+        read = self.policy_loss_settings
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in CLIP_BOUNDS and field.name not in read and value != field.default:
+                raise ValueError(
+                    f"{field.name}={value} has no effect on {self.name}: leave it out."
+                )
 
     @property
     def name(self) -> str:

@@ -271,9 +271,9 @@ def _update_bytes(setup: Setup, rows: int, shares_prompts: bool = True) -> dict[
     batch = replace(batch, micro_tokens=tokens)
     layers = layer_memory(sizes, layout, batch, method)
     head_rows = local_rows * setup.mesh.size(setup.mesh.dp)
-    head = 2 * logits_bytes(config, geometry, head_rows) + head_copy_bytes(
-        Model(config, geometry.mesh)
-    )
+    # The loops of the forward and of the backward pass have a copy of the head each.
+    copy = head_copy_bytes(Model(config, geometry.mesh))
+    head = 2 * (logits_bytes(config, geometry, head_rows) + copy)
     sent = comm_buffer_bytes(sizes, layout, for_weights(method))
     gathered = model_states(sizes, layout, for_weights(method), True).gathered
     return {

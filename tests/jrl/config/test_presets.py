@@ -31,6 +31,12 @@ MODELS = {
 OPTIONS = ("hidden_size", "num_hidden_layers", *HEADS, "intermediate_size")
 
 
+@pytest.fixture(autouse=True)
+def no_copies_of_heads(monkeypatch):
+    """XLA transposes tied heads on a CPU."""
+    monkeypatch.setattr("jrl.trainer.setup.memory.head_copy_bytes", lambda model, mesh: 0)
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A folder with a small tokenizer, whose network may have many more ids, and no weights."""
