@@ -51,6 +51,9 @@ def vocabulary_metadata(folder: Path, vocab_size: int) -> dict[str, Any]:
         "token_type": [_token_type(i, by_id, added, model) for i in range(vocab_size)],
     }
     if model.get("byte_fallback"):
+        # llama.cpp matches these before it replaces spaces.
+        for i, token in added.items():
+            tokens[i] = tokens[i] if token.get("special") else tokens[i].replace(SPACE, " ")
         entries |= {"model": "llama", "scores": _scores(tokens, merges)}
         entries["add_space_prefix"] = _prepends_space(pipeline)
     else:

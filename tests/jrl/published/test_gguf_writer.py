@@ -12,6 +12,8 @@ from test_gguf import COMMON, KINDS
 
 from jrl.published.gguf import convert
 from jrl.published.gguf_file import GgufFile
+from jrl.published.gguf_tokenizer import tokenizer_files
+from jrl.published.gguf_vocabulary import check_vocabulary, vocabulary_metadata
 from jrl.published.gguf_writer import Description, write_gguf
 from jrl.text.json_tokenizer import checkpoint_tokenizer
 from moe import huggingface
@@ -190,3 +192,60 @@ def test_folder_without_tokenizer_and_existing_file_are_refused(tmp_path):
     (tmp_path / "before" / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"it has no tokenizer\.json"):
         write_gguf(tmp_path / "before", tmp_path / "model.gguf", ABOUT)
+
+
+SINGLE = [f"<0x{byte:02X}>" for byte in range(256)]
+WORDS = ["  ", "ab", "bc", "abc", "\u2581", "a", "b", "c", "\u2581a", "\u2581ab"]
+PIECES = {
+    "ggml.model": "llama",
+    "ggml.token_type": [3, 3, 3, 2, *[6] * 256, 4, *[1] * (len(WORDS) - 1)],
+    "ggml.unknown_token_id": 3,
+    "ggml.bos_token_id": 2,
+    "ggml.eos_token_id": 1,
+    "ggml.padding_token_id": 0,
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("space_prefix", [True, False])
+def test_sentencepiece_comes_back(tmp_path, kind, space_prefix):
+    """Scores become merges in a folder, and scores again in the file."""
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *SINGLE, *WORDS]
+    size, metadata = len(tokens), {f"tokenizer.{name}": value for name, value in PIECES.items()}
+    metadata |= {
+        "general.architecture": kind,
+        "tokenizer.ggml.tokens": [*tokens],
+        "tokenizer.ggml.scores": [-float(index) for index in range(size)],
+        "tokenizer.ggml.add_space_prefix": space_prefix,
+    }
+    for name, content in tokenizer_files(metadata).items():
+        (tmp_path / name).write_bytes(content)
+    written = vocabulary_metadata(tmp_path, size) | {"general.architecture": kind}
+    check_vocabulary(tmp_path, written)
+    if kind == "gemma3":  # read as an ordinary piece of two spaces
+        tokens[260] = "\u2581\u2581"
+        metadata["tokenizer.ggml.token_type"] = [
+            *PIECES["ggml.token_type"][:260],
+            *[1] * len(WORDS),
+        ]
+    metadata["tokenizer.ggml.tokens"] = tokens
+    for name in ("tokens", "token_type", "add_space_prefix", "bos_token_id", "padding_token_id"):
+        assert written[f"tokenizer.ggml.{name}"] == metadata[f"tokenizer.ggml.{name}"], name
+    assert written["tokenizer.ggml.add_bos_token"] is True
+
+
+def test_added_token_of_spaces_is_written_as_spaces(tmp_path):
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *SINGLE, *WORDS]
+    metadata = {f"tokenizer.{name}": value for name, value in PIECES.items()}
+    metadata |= {"general.architecture": "gemma3", "tokenizer.ggml.tokens": tokens}
+    for name, content in tokenizer_files(metadata).items():
+        (tmp_path / name).write_bytes(content)
+    path = tmp_path / "tokenizer.json"
+    pipeline = json.loads(path.read_text())
+    double = {"id": 260, "content": "\u2581\u2581", "special": False}
+    pipeline["added_tokens"].append({**pipeline["added_tokens"][0], **double})
+    path.write_text(json.dumps(pipeline))
+    written = vocabulary_metadata(tmp_path, len(tokens)) | {"general.architecture": "gemma3"}
+    check_vocabulary(tmp_path, written)
+    assert written["tokenizer.ggml.tokens"][260] == "  "
+    assert written["tokenizer.ggml.token_type"][260] == 4
