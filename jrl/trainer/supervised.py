@@ -12,6 +12,7 @@ from jaxtyping import Array
 from jrl.processes.agreement import to_devices, to_host
 from jrl.processes.progress import heartbeat, phase
 from jrl.recipes.base.batch import replicated
+from jrl.recipes.base.recipe import POLICY
 from jrl.rollout.sampler import Sampler
 from jrl.tasks.data.chats import Chat, Chats
 from jrl.trainer.evaluation.evaluate import heldout_examples
@@ -65,8 +66,7 @@ class Supervised:
         seconds = time.perf_counter() - begin
         seen += completions
         state = replace(
-            state,
-            policy=learner,
+            state.with_network(POLICY, learner),
             step=state.step + 1,
             prompts_seen=to_devices(np.asarray(seen, np.int32), replicated(networks.mesh)),
         )
