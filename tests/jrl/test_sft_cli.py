@@ -129,6 +129,15 @@ def test_both_stages_show_the_same_conversation(name, tmp_path, monkeypatch, cap
     assert "dropped 1 training prompts that are held out" in shown["grpo"]
 
 
+def test_supervised_run_learns_held_out_answers(tmp_path):
+    folder = tmp_path / "run"
+    given = ["sft", chats_in(tmp_path / "chats.jsonl"), *SMALL, "--steps=3", "--samples-every=2"]
+    assert main([*given, f"--run-dir={folder}"]) == 0
+    lines = read_metrics(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert lines[-1]["val/nll"] < lines[0]["val/nll"]
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_in_mid_epoch_to_the_same_end(tmp_path, pictures, monkeypatch, capsys):
     given = ["sft", chats_in(tmp_path / "chats.jsonl"), *SMALL, "--epochs=2", "--samples-every=2"]

@@ -186,11 +186,9 @@ class Recipe(Hyperparameters):
             return
         read = self.policy_loss_settings
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in CLIP_BOUNDS and field.name not in read and value != field.default:
-                raise ValueError(
-                    f"{field.name}={value} has no effect on {self.name}: leave it out."
-                )
+            bound, value = field.name, getattr(self, field.name)
+            if bound in CLIP_BOUNDS and bound not in read and value != field.default:
+                raise ValueError(f"{bound}={value} has no effect on {self.name}: leave it out.")
 
     @property
     def name(self) -> str:
