@@ -182,18 +182,10 @@ class Scorer:
     def pack_with(self, batch: Batch[Array], choices: Choices | None) -> PackedBatch:
         """Input of the network, with expert ids to replay. A shared prompt's ids are taken from the
         first of its rows; tokens that have no record are routed normally."""
-        layout = self.layout
         if self.packed is None:
             # Layer axis first, for the scan over layers.
             replay = None if choices is None else jnp.moveaxis(choices, 2, 0)
-            return pack_shared_prompts(
-                batch.tokens,
-                batch.valid,
-                layout.prompt_length,
-                layout.group_size,
-                self.model,
-                replay,
-            )
+            return pack_shared_prompts(batch.tokens, batch.valid, *self.layout, self.model, replay)
         bins, length, _ = self.packed
         positions = _bin_positions(batch, self.packed)
         # Segment ids count from 1; 0 is padding.
