@@ -113,6 +113,7 @@ def run_seed(arguments: argparse.Namespace, seed: int, results: dict[str, Any]) 
     from jrl.trainer.setup.setup import build_setup
     from jrl.trainer.state import init_adapters, init_state
     from jrl.trainer.step import train_step
+    from moe.config import Model
 
     request = parse_arguments(train_flags(arguments, seed))
     if request.run.checkpoint is None:
@@ -132,10 +133,11 @@ def run_seed(arguments: argparse.Namespace, seed: int, results: dict[str, Any]) 
     key, networks, sampler = setup.randomness.key("weights"), setup.networks, setup.sampler()
     checkpoint = setup.run.checkpoint
     assert checkpoint is not None
-    weights, _ = load_model(checkpoint, setup.model, setup.mesh, masters=True)
+    model = Model(setup.model, setup.mesh)
+    weights, _ = load_model(checkpoint, model, masters=True)
     adapters = None
     if setup.model.lora is not None:
-        adapters = init_adapters(setup.model, setup.mesh, key)
+        adapters = init_adapters(model, key)
     state = init_state(networks, weights, key, adapters=adapters)
     training_seconds, sampled, rewards, evaluated_at = 0.0, 0, list[float](), 0.0
     began = time.perf_counter()
