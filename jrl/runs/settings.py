@@ -23,8 +23,8 @@ class OutputSettings:
     )
     """Steps between checkpoints. The first is taken after the warm start, the last at the end."""
     checkpoint_minutes: float | None = setting(10.0, above=0.0)
-    """Minutes after which a step ends with a checkpoint too, whichever comes first; None is
-    --checkpoint-every alone."""
+    """Minutes after which a step ends with a checkpoint too, whichever comes first; None
+    counts steps alone."""
     keep_checkpoints: int = setting(2, minimum=1)
     """Number of checkpoints kept; the oldest is deleted first."""
     checkpoint_dir: str | None = None

@@ -13,7 +13,7 @@ from jrl.train import main
 
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
 SOURCE = re.findall(r'(?ms)^```python title="soft.py"\n(.*?)^```', PAGE)[0]
-COMMAND = re.findall(r"(?m)^python -m jrl.train (.*)$", PAGE)[0].split()
+COMMAND = re.findall(r"(?m)^jrl train (.*)$", PAGE)[0].split()
 # The last step is evaluated always: so is every one, that a run in parts is the whole.
 EACH = ["--eval-every", "1"]
 

@@ -17,8 +17,8 @@ from jrl.train import main
 PAGE = (ROOT / "docs" / "rewards.md").read_text()
 PATH = PAGE[: PAGE.index("\n## ")]
 FILES = re.findall(r'(?ms)^```python title="(.*?)"\n(.*?)^```', PAGE)
-TRAIN = re.findall(r"(?m)^python -m jrl.train (.*)$", PAGE)
-EVALUATE = re.findall(r"(?m)^python -m jrl.evaluate (.*)$", PATH)
+TRAIN = re.findall(r"(?m)^jrl train (.*)$", PAGE)
+EVALUATE = re.findall(r"(?m)^jrl evaluate (.*)$", PATH)
 
 
 @pytest.fixture(autouse=True)

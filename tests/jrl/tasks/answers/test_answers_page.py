@@ -29,8 +29,8 @@ def test_answers_page_check_prints_as_shown(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (name, source), (_, output) = BLOCKS[2:4]
     Path(name).write_text(source)
-    (line,) = re.findall(r"`(python -m jrl.tasks check contains\S+)`", PAGE)
-    assert command.main(shlex.split(line)[3:]) == 1
+    (line,) = re.findall(r"`(jrl tasks check contains\S+)`", PAGE)
+    assert command.main(shlex.split(line)[2:]) == 1
     said = capsys.readouterr().out
     shown = [part.strip("\n") for part in output.split("...\n")]
     assert all(part in said for part in shown)
