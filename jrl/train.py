@@ -422,7 +422,7 @@ def _train(
 
 
 def _compilation_watch(setup: "Setup") -> "CompilationWatch":
-    """Watch that knows the durations of the last run with these networks, sizes and devices."""
+    """Watch with the durations of the last run with these networks, sizes and devices."""
     from jrl.report.compilation import CompilationWatch, Durations
 
     recipe, device = setup.recipe, jax.devices()[0].device_kind

@@ -109,17 +109,17 @@ def _spaces(pipeline: Mapping[str, Any]) -> list[Any]:
     """Treatment of spaces of a SentencePiece pipeline, by its normaliser or pre-tokenizer."""
     steps = [*_step(pipeline.get("normalizer")), *_step(pipeline.get("pre_tokenizer"))]
     replaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-    known = [replaces, {"type": "Prepend", "prepend": SPACE}]
+    expected = [replaces, {"type": "Prepend", "prepend": SPACE}]
     # Text has no unescaped space by then, so that a split at spaces splits nothing.
-    others = [s for s in steps if s not in known and s["type"] not in ("Metaspace", "Split")]
+    others = [s for s in steps if s not in expected and s["type"] not in ("Metaspace", "Split")]
     return [_prepends_space(pipeline), *others]
 
 
 def _prepends_space(pipeline: Mapping[str, Any]) -> bool:
     """True if a space is put before a text."""
     steps = [
-        *_whole_steps(pipeline.get("normalizer")),
-        *_whole_steps(pipeline.get("pre_tokenizer")),
+        *_all_steps(pipeline.get("normalizer")),
+        *_all_steps(pipeline.get("pre_tokenizer")),
     ]
     return any(
         step["type"] == "Prepend"
@@ -128,7 +128,7 @@ def _prepends_space(pipeline: Mapping[str, Any]) -> bool:
     )
 
 
-def _whole_steps(part: Mapping[str, Any] | None) -> list[Any]:
+def _all_steps(part: Mapping[str, Any] | None) -> list[Any]:
     if part is None:
         return []
     if part["type"] != "Sequence":
@@ -140,7 +140,7 @@ def _step(part: Mapping[str, Any] | None) -> list[Any]:
     """The steps of a normaliser or pre-tokenizer, without options that change no id."""
     return [
         {name: value for name, value in step.items() if name not in WITHOUT_EFFECT}
-        for step in _whole_steps(part)
+        for step in _all_steps(part)
     ]
 
 

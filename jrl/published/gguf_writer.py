@@ -207,8 +207,8 @@ def _read(tensor: PlainTensor) -> np.ndarray:
 
 
 def _expert_number(name: str) -> int:
-    found = EXPERT.search(name)
-    return 0 if found is None else int(found[1])
+    match = EXPERT.search(name)
+    return 0 if match is None else int(match[1])
 
 
 def _write(

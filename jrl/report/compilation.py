@@ -80,11 +80,11 @@ class Durations:
             return
         kinds = self._read()
         kinds[self._kind] = {**kinds.pop(self._kind, {}), program: round(seconds, 1)}
-        kept = dict(list(kinds.items())[-MAX_KINDS:])
+        newest = dict(list(kinds.items())[-MAX_KINDS:])
         try:
             # Of this process: runs that end together replace each other's file, not its half.
             temporary = self._path.with_name(f"{DURATIONS}.{os.getpid()}")
-            temporary.write_text(json.dumps(kept))
+            temporary.write_text(json.dumps(newest))
             temporary.replace(self._path)
         except OSError:
             self._path = None
@@ -95,7 +95,7 @@ class Durations:
         except (OSError, ValueError, RecursionError):
             return {}
         kinds = content.items() if isinstance(content, dict) else ()
-        return {kind: found for kind, found in kinds if isinstance(found, dict)}
+        return {kind: programs for kind, programs in kinds if isinstance(programs, dict)}
 
 
 class CompilationWatch:
@@ -107,7 +107,7 @@ class CompilationWatch:
     Args:
       console: target of the lines; standard output by default.
       short: seconds after which a compilation is reported.
-      durations: of the last run of this kind, replaced by the durations of this run; None knows
+      durations: of the last run of this kind, replaced by the durations of this run; None has
         none.
       names: names of functions in this run, in addition to `NAMES`.
     """
@@ -143,8 +143,8 @@ class CompilationWatch:
         seconds = 0.0 if current is None else time.monotonic() - current.started
         if current is None or seconds < self._short:
             return None
-        known = "" if current.last is None else f" ({current.last:.0f} s the last time)"
-        return f"compiling {current.name}, {seconds:.0f} s{known}"
+        last = "" if current.last is None else f" ({current.last:.0f} s the last time)"
+        return f"compiling {current.name}, {seconds:.0f} s{last}"
 
     def _on_event(self, event: str, duration_secs: float, **event_fields: Any) -> None:
         # Compilations of other threads do not block the main thread: only its own are reported.
@@ -186,8 +186,8 @@ class CompilationWatch:
         current = self._current
         if current is not None and not _DRAWING:
             # Not through the console, which would cut the line if there is no terminal.
-            known = " ..." if current.last is None else f": {current.last:.0f} s the last time"
-            print(f"compiling {current.name}{known}", file=self._console.file, flush=True)
+            last = " ..." if current.last is None else f": {current.last:.0f} s the last time"
+            print(f"compiling {current.name}{last}", file=self._console.file, flush=True)
 
 
 _ENTERED: list[CompilationWatch] = []

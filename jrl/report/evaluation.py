@@ -255,14 +255,14 @@ def summarize_run(folder: RunFolder) -> str:
 def first_evaluation(metrics: StepMetrics) -> str:
     """Line about the evaluation of a policy before its first step."""
     if "val/nll" in metrics:
-        found = f"loss {metrics['val/nll']:.3f} nats a token on held-out conversations"
+        line = f"loss {metrics['val/nll']:.3f} nats a token on held-out conversations"
     else:
         accuracies = (f"{mode} {metrics[f'val/accuracy/{mode}']:.3f}" for mode in MODES)
-        found = f"held-out accuracy {', '.join(accuracies)}"
+        line = f"held-out accuracy {', '.join(accuracies)}"
         if _differ(metrics):
             scores = (f"{mode} {metrics[f'val/score/{mode}']:.3f}" for mode in MODES)
-            found += f"; score {', '.join(scores)}"
-    return f"before the first step: {found} ({metrics['timing_s/testing']:.1f} s)"
+            line += f"; score {', '.join(scores)}"
+    return f"before the first step: {line} ({metrics['timing_s/testing']:.1f} s)"
 
 
 def _summarize_rewards(lines: Sequence[StepMetrics], folder: RunFolder) -> tuple[str, str]:

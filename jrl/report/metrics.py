@@ -290,7 +290,7 @@ faults/alarm/* | Unix seconds | When a machine (and a metric) began to stand out
 
 EXACT = {metric.name: metric for metric in TABLE if not metric.name.endswith("/*")}
 FAMILIES = {metric.name.removesuffix("*"): metric for metric in TABLE if metric.name.endswith("/*")}
-NO_PARTS = ("reward/suspicion",)
+OTHER_REWARDS = ("reward/suspicion",)
 """Metrics that are named like parts of a reward."""
 DIFFERENCES = (
     *("actor/ppo_kl", "actor/kl_loss", "critic/advantages/mean", "sampling/k3_kl"),
@@ -355,6 +355,6 @@ def always_zero(lines: Iterable[Mapping[str, float | int]]) -> list[str]:
     for line in lines:
         for name, value in line.items():
             part = name.removeprefix("val/")
-            if part.startswith("reward/") and part not in NO_PARTS:
+            if part.startswith("reward/") and part not in OTHER_REWARDS:
                 values.setdefault(part.removeprefix("reward/"), set()).add(float(value))
-    return sorted(name for name, found in values.items() if found == {0.0})
+    return sorted(name for name, means in values.items() if means == {0.0})

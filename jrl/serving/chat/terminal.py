@@ -17,7 +17,7 @@ from jrl.serving.chat.conversation import Conversation, ToolOutput
 
 PROMPT, CONTINUATION = "> ", "... "
 HELP = """\
-/system TEXT   set the system message and start anew; without TEXT leave it out
+/system TEXT   set the system message and start again; without TEXT leave it out
 /set NAME N    set temperature, top_p, top_k, min_p, max_tokens or seed
 /reasoning     show the reasoning of the last answer
 /clear         start a new conversation
