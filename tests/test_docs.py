@@ -51,7 +51,7 @@ REPOSITORIES |= {"kubernetes-sigs/jobset", "marin-community/marin", "openxla/xla
 
 
 def documented():
-    """Public names but the sets of strings, which are explained where they are taken."""
+    """Public names but the sets of strings, which are explained beside their argument."""
     things = {name: getattr(jrl, name) for name in jrl.__all__}
     return [name for name, thing in things.items() if typing.get_origin(thing) is None]
 

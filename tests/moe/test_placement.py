@@ -1,4 +1,4 @@
-"""Where each weight lives on a mesh."""
+"""Placement of each weight on a mesh."""
 
 from dataclasses import replace
 

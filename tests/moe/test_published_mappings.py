@@ -72,7 +72,7 @@ MAPPINGS = [
     ("Qwen2-57B-A14B", 64, "tp2 dp8 pp4 / ep4 etp2", None),
     ("Mixtral-8x22B-G8T8", 128, "tp2 dp8 pp8 / ep8 etp2", None),
     ("Llama3-8x70B", 256, "tp8 dp4 pp8 / ep4 etp8", "all_to_all"),
-    # Without a pipeline.
+    # No pipeline.
     ("Mixtral-8x22B", 128, "tp4 dp32 / ep8", None),
     ("Qwen2-57B-A14B", 64, "tp4 dp16 / ep4", None),
     ("Mixtral-8x22B-G8T8", 128, "tp8 dp16 / ep8", "all_to_all"),
@@ -193,7 +193,7 @@ def test_published_transfers_by_axis(model, layout, how):
     assert (rows_at_once, config.num_experts) in found["psum", of_sequence]
     widths = {shape[-1] for shape in found.get(("all_gather", of_sequence), [])}
     assert config.num_experts not in widths
-    # Where these are the devices of the experts too, choices go with the tokens.
+    # If these are the devices of the experts too, choices go with the tokens.
     if of_sequence not in (atoms(mesh, "ep", "etp"), atoms(mesh, "etp")):
         assert config.experts_per_token not in widths
     tokens = rows_at_once * TIME // (mesh.layout.cp * mesh.layout.tp)

@@ -1,4 +1,4 @@
-"""Gradients that are summed where they arise: the bits of a sum that is taken afterwards."""
+"""Gradients summed in the backward pass: the bits of a sum that is taken afterwards."""
 
 from functools import partial
 

@@ -36,7 +36,7 @@ def scanned(run, weights, x, other, _=None):
 
 
 def branched(run, weights, x, other, wanted=1.0):
-    """The last layer only where it is wanted."""
+    """The last layer only if it is wanted."""
     x = scanned(run, weights[:-1], x, other)
     return lax.cond(wanted > 0, lambda x: run(weights[-1], x, other), lambda x: x, x)
 

@@ -47,10 +47,10 @@ class Objective:
         output, and under "gradients" the derivatives of the first output (of its sum, if it is an
         array) by the inputs that carry them.
       cases: the calls whose numbers are published.
-      defaults: those of its settings, but for None, which is "off" or "counted here".
-      required: settings for a usual call: those without a default, and those that replace one which
-        small arrays cannot have.
-      calls: those on which the rules for arrays are tried, by what is special about them.
+      defaults: of its settings, but for None, which is "off" or "counted here".
+      required: settings for a usual call: settings that have no default, and settings that
+        replace one which small arrays cannot have.
+      calls: inputs of the rules for arrays, by what is special about them.
     """
 
     function: str
@@ -107,7 +107,7 @@ def plain(x: Any) -> Any:
 
 
 def numbers(x: Any) -> Any:
-    """The reverse of `plain` where it named a number that JSON cannot say."""
+    """The reverse of `plain` for a number that JSON cannot say."""
     if isinstance(x, dict):
         return {name: numbers(value) for name, value in x.items()}
     if isinstance(x, list):

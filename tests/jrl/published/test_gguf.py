@@ -71,7 +71,7 @@ def make_checkpoint(folder, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_comes_back_from_gguf(tmp_path, kind):
     config = make_checkpoint(tmp_path / "before", kind)
-    # Mistral's architecture in GGUF is that of Llama.
+    # Mistral has Llama's architecture in GGUF.
     architecture = "llama" if kind == "mistral" else kind
     write_gguf(tmp_path / "model.gguf", architecture, tmp_path / "before", KINDS[kind][2])
     convert(tmp_path / "model.gguf", tmp_path / "after")

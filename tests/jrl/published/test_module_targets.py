@@ -1,4 +1,4 @@
-"""LoRA targets by module name are those of the published checkpoint, and its adapters say them."""
+"""LoRA targets by module name follow the published checkpoint, and its adapters say them."""
 
 import json
 from dataclasses import replace

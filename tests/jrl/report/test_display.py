@@ -30,7 +30,7 @@ def terminal(width=100):
 
 
 def samples(*rows):
-    """Of prompt, completion, score and, where that does not say it, the reason."""
+    """Of prompt, completion, score and, if that does not say it, the reason."""
     names = "prompt", "completion", "score"
     reasons = {1.0: "correct", 0.0: "wrong"}
     return [

@@ -35,7 +35,7 @@ def test_only_panels_with_metrics_are_drawn(tmp_path):
 
 @pytest.mark.slow
 def test_every_panel_and_the_size_of_the_overview(tmp_path):
-    # Panels of a run of reinforcement without a reference.
+    # Panels of a run of reinforcement that has no reference.
     others = {"reference_kl", "nll", "token_accuracy"}
     panels = [panel for panel in plots.PANELS if panel.file not in others]
     shown = [line.metric for panel in panels for line in panel.lines]

@@ -134,7 +134,7 @@ def test_a_leap_while_something_collapses(others, why):
         for number, line in enumerate(curve(0.8))
     ]
     assert suspicion_reasons(lines) == ([] if why is None else [LEAP + why])
-    # Without a leap of the score it is nobody's gain.
+    # If the score does not leap, nothing is suspicious.
     low = [{**line, "critic/score/mean": 0.1} for line in lines]
     assert suspicion_reasons(low) == []
     # And what a second reader shares is no accident.

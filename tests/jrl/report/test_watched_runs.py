@@ -1,5 +1,5 @@
-"""The look-out in runs as they go: silent where exact answers alone have full marks, and raised
-where a completion need only begin with the answer."""
+"""The look-out in runs as they go: silent if exact answers alone have full marks, and raised
+if a completion need only begin with the answer."""
 
 import pytest
 from small_runs import (

@@ -93,7 +93,7 @@ def test_who_asks_is_heard_among_many_who_do_not():
         # The first to come were the first to go.
         for reader, _ in silent[: 7 * most]:
             assert await is_closed(reader)
-        # Of both ends: those of the clients here are all there still.
+        # Of both ends: the clients' are all there still.
         held = len(os.listdir("/dev/fd")) - before - len(silent) - 21
         return held
 

@@ -36,7 +36,7 @@ def test_a_beginning_of_sequence_comes_once_however_it_is_asked_for(kind, templa
         assert begin not in chat
     else:
         assert written.startswith(BEGIN) and chat.count(begin) == 1
-    # The same text as a prompt, to the server and in training without a template.
+    # The same text as a prompt, to the server and in training with no template.
     for format in (with_template, alone):
         assert ids_of(format, parse_completion({"model": "m", "prompt": written})) == chat
     assert alone.encode(Example(written, "7")) == chat

@@ -36,7 +36,7 @@ def tokenizer(tmp_path_factory):
 
 
 def answers(tokenizer, says, **body):
-    """The message of a whole answer, and that of a stream put together, with their ends."""
+    """The message of a whole answer, and of a stream put together, with their ends."""
     ids = tokenizer.encode_special(says)
     if ids[-1] not in tokenizer.stop_ids:
         ids.append(tokenizer.special_tokens["<|im_end|>"])

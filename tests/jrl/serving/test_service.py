@@ -390,7 +390,7 @@ def test_the_key_is_asked_for():
     ],
 )
 def test_a_web_page_reads_answers_if_its_origin_is_allowed(origins, origin, allowed):
-    """Also where a key is required: a browser asks without one first, and shows an error's text."""
+    """Also if a key is required: a browser asks with none first, and shows an error's text."""
     house, header = House(api_key="k", allowed_origins=origins), "access-control-allow-origin"
     headers = {"Origin": origin}
     preflight = headers | {

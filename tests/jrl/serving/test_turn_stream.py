@@ -166,7 +166,7 @@ def test_a_call_alone_has_no_content(tokenizer):
 
 
 def test_tools_and_calls_stand_in_the_prompt_as_in_training(tokenizer):
-    """With ids that go on from those of the conversation."""
+    """With ids that continue the conversation's."""
     house = served(tokenizer, ended(tokenizer, BY_NAME["hermes"].render(CALLS[1:])))
     function = {"name": "calc", "arguments": '{"expression": "1 + 2"}'}
     messages = [

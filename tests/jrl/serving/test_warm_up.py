@@ -141,7 +141,7 @@ def test_requests_find_their_programs(small, layout):
 
 @pytest.mark.slow
 def test_requests_of_two_sides_find_their_programs(small, monkeypatch):
-    """Where each prompt has a row of its own."""
+    """If each prompt has a row of its own."""
     for module in (scheduler, sizes):
         monkeypatch.setattr(module, "MIN_PREFILL_WIDTH", 4)
     monkeypatch.setattr(sizes, "MIN_STREAM_CACHE_LENGTH", 8)

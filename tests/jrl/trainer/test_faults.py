@@ -1,4 +1,4 @@
-"""A run that is watched: the same numbers, and an alarm where a run has them."""
+"""A run that is watched: the same numbers, and an alarm in the metrics of a run."""
 
 import json
 import math
@@ -62,7 +62,7 @@ def test_a_watched_run_has_the_same_numbers_and_shows_who_stands_out(
     alarms = [{k: v for k, v in line.items() if k.startswith("faults/")} for line in lines]
     (alarm,) = seen
     assert (alarm.machine, alarm.metric) == (SLOW, "step/time")
-    # One line has it: that of the step under way, the first where compiling took long.
+    # One line has it: the step in progress, or the first if compiling took long.
     assert [each for each in alarms if each] == [{f"faults/alarm/{SLOW}/step/time": alarm.start}]
     assert (tmp_path / "hook").read_text() == f"{SLOW} step/time"
     assert f"ALARM: {SLOW} stands out in step/time" in capfd.readouterr().out

@@ -408,7 +408,7 @@ def test_corrections_of_a_sampler_that_is_right_change_nothing():
         assert metrics[name] == pytest.approx(float(name.endswith(of_ratios)), abs=1e-4), name
 
 
-# `tests/jrl/rollout/test_scoring.py` has the same without a trainer.
+# `tests/jrl/rollout/test_scoring.py` has the same with no trainer.
 @pytest.mark.slow
 def test_sampler_and_trainer_agree_on_a_narrowed_distribution():
     """Temperature and top-p: what was sampled from is what the trainer reckons with."""

@@ -194,7 +194,7 @@ def test_a_cache_that_is_kept_is_another_run(uninterrupted):
 
 @pytest.mark.slow
 def test_devices_of_its_own_in_another_layout(uninterrupted, tmp_path, monkeypatch):
-    """The weights are cut in one way where they learn and in another where they sample."""
+    """The weights are cut in one way to learn and in another to sample."""
     expected = uninterrupted("grpo", 3, 8, False)
     setup = stale_setup(layout="tp2 dp2 / ep4", rollout_devices=2, rollout_layout="dp2 / ep2")
     run = Watched(setup, tmp_path / "run", monkeypatch)

@@ -105,7 +105,7 @@ def test_an_update_with_room_enough_is_not_repeated():
 
 
 def scored(setup):
-    """By every pass without a gradient."""
+    """By every pass that has no gradient."""
     networks, batch = setup.networks, small_batch(setup, ROWS)
     policy, critic = networks.policy.objective, networks.critic.objective
     rows = batch.tokens, batch.valid

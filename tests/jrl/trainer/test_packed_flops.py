@@ -65,7 +65,7 @@ def batch_of(setup, prompts, earlier, window, finished):
 
 
 class Program(NamedTuple):
-    """An update that a step would make: its operations, those of one pass and of the optimizer,
+    """An update that a step would make: its operations, of them one pass's and the optimizer's,
     and how many passes it makes."""
 
     flops: float

@@ -241,7 +241,7 @@ def test_a_step_is_the_same_step():
 
 @pytest.mark.slow
 def test_every_recipe_can_be_packed():
-    """Rows that count for nothing count for the routers as they do where nothing is packed."""
+    """Rows that count for nothing count for the routers as they do unpacked."""
 
     def batch_of(setup):
         return small_batch(setup, 8)
@@ -252,7 +252,7 @@ def test_every_recipe_can_be_packed():
 
 
 def test_rows_of_windows_are_shuffled_alone():
-    """512 rows, in which the completions of a prompt stand where they stand."""
+    """512 rows; the completions of a prompt need not stay together."""
     found = mini_batches(Tppo(), np.random.default_rng(3))
     expected = np.random.default_rng(3).permutation(np.arange(512).reshape(512, 1))
     np.testing.assert_array_equal(found, expected.reshape(4, 128))

@@ -163,7 +163,7 @@ def test_a_signal_finishes_the_step_saves_and_draws(
     assert begin_or_go_on(expected.setup, path) == loop.Outcome(step=3, stopped=False)
     assert metrics_of(path) == expected.metrics
     assert read(path / "samples.jsonl") == expected.samples
-    # Where there is nothing left to do, nothing is done.
+    # If there is nothing left to do, nothing is done.
     assert begin_or_go_on(expected.setup, path) == loop.Outcome(step=3, stopped=False)
     assert metrics_of(path) == expected.metrics
     assert read(path / "samples.jsonl") == expected.samples

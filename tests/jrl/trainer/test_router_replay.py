@@ -178,7 +178,7 @@ def test_agreement_is_the_share_that_is_left():
     check_defined(["moe/replay_agreement", "sampling/routing_agreement"])
 
 
-# Micro-batches are those of each layout.
+# Micro-batches as each layout has them.
 CASES = [
     ("tp2 dp2 / ep2 etp2", 2),
     ("cp2 dp2 / ep4", 1),

@@ -38,7 +38,7 @@ from jrl.trainer.warm_start import (
 
 @pytest.mark.slow
 def test_warm_start_stops_at_its_target():
-    """Where any accuracy will do, at the first measurement; else at the last step."""
+    """At the first measurement if any accuracy will do; else at the last step."""
     setup = small_setup(run=small_run(warm_start_steps=99, warm_start_accuracy=0.0))
     reports = []
     weights = fresh_weights(setup)

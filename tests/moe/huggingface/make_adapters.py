@@ -99,7 +99,7 @@ def make_kind(kind):
 
 
 def make_starts():
-    """How far logits are from those of a plain LoRA of the same tensors, by how it began."""
+    """Distance of logits from a plain LoRA's of the same tensors, by how it began."""
     config = peft.LoraConfig(r=4, lora_alpha=5, task_type="CAUSAL_LM", **SOME)
     folder, far = HERE / "adapters_of_kinds" / "starts", {}
     plain = written("qwen2", config, folder, reread=True)

@@ -219,7 +219,7 @@ def test_files_of_other_times_say_the_same(tmp_path):
     config = huggingface.config_from(olmo)
     assert (config.window_rope_base, config.rope_base) == (50.0, 50.0)
     assert config.rope_scaling == loaded("olmo3")[0].rope_scaling
-    # Without a list all three layers have windows, as of four the first three do.
+    # With no list all three layers have windows, as of four the first three do.
     assert (config.sliding_window, config.full_attention_layers) == (4096, ())
     gemma = copy_of("gemma3", tmp_path / "gemma")
     pattern = {"sliding_window_pattern": 2, "_sliding_window_pattern": ...}

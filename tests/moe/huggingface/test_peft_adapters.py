@@ -80,7 +80,7 @@ def test_adapters_go_back_as_they_came(name, tmp_path):
     config, given = adapted(name)
     huggingface.save_adapters(tmp_path, config, given, base=name)
     written, read = tensors(tmp_path), tensors(ADAPTERS / name)
-    # PEFT keeps a copy of a head that has an adapter, and we write zeros where it has none.
+    # PEFT keeps a copy of a head that has an adapter, and we write zeros if it has none.
     read = {key: x for key, x in read.items() if "lora_" in key}
     assert all(np.array_equal(written[key], x) for key, x in read.items())
     assert all(not np.any(x) for key, x in written.items() if key not in read)

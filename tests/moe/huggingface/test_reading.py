@@ -39,7 +39,7 @@ def test_weights_are_read_into_their_parts(name):
 
 @pytest.mark.parametrize("layout", full_but(["pp2", "pp2 vpp2", "pp3 dp2"], "pp2 vpp2"))
 def test_weights_are_read_into_stages(layout, tmp_path):
-    """In chunks, and where one is a layer shorter than the other."""
+    """In chunks, and in chunks of which one is a layer shorter."""
     number = 4 if "vpp" in layout else 5 if "dp" in layout else 3
     own = replace(tiny(12), num_layers=number, d_model=12, num_experts=4, d_expert=6)
     own = replace(own, embedding_scale=1.0)

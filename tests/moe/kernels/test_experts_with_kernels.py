@@ -1,4 +1,4 @@
-"""Where a layer of experts meets the kernels."""
+"""Kernels in a layer of experts."""
 
 import jax
 import jax.numpy as jnp

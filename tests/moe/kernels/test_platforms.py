@@ -62,7 +62,7 @@ def lowered(operation, platform, name=None):
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("found", full_but([0.0, 8.9, 9.0, 10.0, 12.0], 8.9))
 def test_a_gpu_that_the_kernel_is_not_written_for_is_refused(operation, found, monkeypatch):
-    """Without any GPU it is lowered for one elsewhere. Later ones than Hopper's lack its matrix
+    """With no GPU here it is lowered for one elsewhere. Later ones than Hopper's lack its matrix
     units and nothing else."""
     monkeypatch.setattr(choice, "capability", lambda: found)
     if found in (0.0, 9.0) or (found >= 10 and operation not in HOPPER_ALONE):

@@ -114,7 +114,7 @@ def test_an_update_of_adapters_reaches_both_sides():
 
 @pytest.mark.slow
 def test_experts_move_while_rows_decode():
-    """To where they have equally much to do, hot ones to several devices; rows do not change."""
+    """Experts get equally much to do, hot ones on several devices; rows do not change."""
     asked = Asked(Sampling(), slots=8, response=9)
     one, two = asked.engine(), engine(asked, "dp1 / ep2", expert_slots=3, replan=2)
     first = two.backend.expert_balancer.placements

@@ -20,7 +20,7 @@ PROMPTS, K = 4, 2
 
 @pytest.mark.slow
 def test_turns_of_a_conversation_keep_their_rewards():
-    """Returns and advantages of the report equal those of a step on the same completions."""
+    """Returns and advantages of the report equal a step's on the same completions."""
     recipe = small_recipe("vapo", gamma=0.9, whiten_advantages=False)
     setup = talking_setup(recipe=recipe)
     weights = random_weights(setup, setup.model)

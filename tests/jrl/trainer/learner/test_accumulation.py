@@ -124,7 +124,7 @@ def depended(jaxpr, variables):
 
 @pytest.mark.parametrize("overlaps", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_no_sum_waits_for_the_layers_below(overlaps):
-    """Of unrolled layers: those of the last wait for fewest products, and those of the first dense
+    """Of unrolled layers: sums of the last wait for fewest products, and sums of the first dense
     one for most. In the plain order all wait for all."""
     program = traced(1, overlaps=overlaps, scan_layers=False)
     (local,) = [e for e in equations(program) if e.primitive.name == "shard_map"]

@@ -82,7 +82,7 @@ def test_only_adapters_have_moments_and_nobody_has_a_second_copy_of_the_rest(dty
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of an actor and a critic with a KL term, and where it lies."""
+    """A run of an actor and a critic with a KL term, and its path."""
     setup = lora_setup(changes={"kl_coef": 0.1}, steps=2, checkpoint_every=1)
     path = tmp_path_factory.mktemp("adapters") / "run"
     begin_or_go_on(setup, path)

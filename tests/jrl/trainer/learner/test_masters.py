@@ -212,8 +212,9 @@ def test_updates_equal_those_of_one_device(layout, fsdp):
     gradients = gradient_of(spread[0][0], mesh), gradient_of(alone[0][0], mesh)
 
     def close(found, expected):
-        # Some fifty roundings to 8 bits one after the other, of 2^-9 each, in no order; where each
-        # layout's program rounds is the compiler's. A float32 network is as far from either.
+        # Some fifty roundings to 8 bits one after the other, of 2^-9 each, in no order; the
+        # compiler decides at which points each layout's program rounds. A float32 network is as far
+        # from either.
         assert np.linalg.norm(found - expected) <= 2.0**-5 * np.linalg.norm(expected)
 
     jax.tree.map(close, *gradients)
@@ -279,7 +280,7 @@ def test_weights_are_gathered_in_bfloat16_and_gradients_summed_in_float32(layout
     learner = network.init(random_weights(setup, setup.model))
     given = network.objective, network.optimizer, 1, learner, small_batch(setup, ROWS)
     program = list(equations(update.trace(*given).jaxpr.jaxpr))
-    # Of FSDP a layer's, of which no stack is cut; by shape: no activation has that of a matrix.
+    # Of FSDP a layer's, of which no stack is cut; by shape: no activation has a matrix's.
     alone = slice(1, None) if fsdp else slice(None)
     layers = jax.tree.map(lambda x: (x.shape[alone], x.dtype), cast_shapes(setup.model).layers)
     places = jax.tree.leaves(layers, is_leaf=lambda x: isinstance(x, tuple))
@@ -306,7 +307,7 @@ def whole_weights_cast(program, like):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["forward", "decoding"])
 def test_no_weight_is_cast_where_it_is_used(kind):
-    """All sizes are those of weights alone."""
+    """All sizes are sizes of weights alone."""
     sizes = {"d_model": 38, "num_heads": 4, "head_dim": 26, "num_experts": 12, "d_expert": 46}
     sizes |= {"d_ff": 34, "num_layers": 2, "shared_expert_gate": True}
     setup = setup_on(**sizes)

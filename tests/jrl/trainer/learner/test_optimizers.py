@@ -284,7 +284,7 @@ def test_updates_are_equal_on_layouts(name, where):
     size = {"sgd": 1e-5, "adafactor": 1e-3}.get(name, 1e-2)
     for new, other, old in zip(*map(jax.tree.leaves, (found, expected, start)), strict=True):
         assert np.abs(other - old).max() > 0
-        # Where a gradient is next to nothing, its rounding decides about a sign.
+        # If a gradient is next to nothing, its rounding decides about a sign.
         apart = np.abs(new - other) > 1e-2 * size
         assert apart.mean() < (0.05 if name in ("lion", "adamw", "muon") else 0.02)
 

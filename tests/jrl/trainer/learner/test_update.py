@@ -22,11 +22,10 @@ from moe.config import Model
 
 
 def networks(setup):
-    """What each network is updated with: objective, optimizer, and weights without a zero head."""
-    policy, critic = setup.networks.policy, setup.networks.critic
-    random = init_weights(Model(critic.config, setup.mesh), setup.randomness.key("critic"))
-    head = jax.device_put(jnp.linspace(-1.0, 1.0, setup.model.d_model), replicated(setup.mesh))
-    return {
+    """What each network is updated with: objective, optimizer, and weights whose head is not
+    zero.""" policy, critic = setup.networks.policy, setup.networks.critic random =
+    init_weights(Model(critic.config, setup.mesh), setup.randomness.key("critic")) head =
+    jax.device_put(jnp.linspace(-1.0, 1.0, setup.model.d_model), replicated(setup.mesh)) return {
         "policy": (policy.objective, policy.optimizer, fresh_weights(setup)),
         "critic": (critic.objective, critic.optimizer, random.replace(head=head)),
     }
@@ -79,7 +78,7 @@ def test_cutting_changes_nothing(network, layout, num_micro):
         gradient,
         expected_gradient,
     )
-    # The first step of Adam is the sign of the gradient where it is not next to nothing.
+    # The first step of Adam is the sign of the gradient unless that is next to nothing.
     jax.tree.map(
         lambda a, b, g: np.testing.assert_allclose(
             a[np.abs(g) > 1e-6], b[np.abs(g) > 1e-6], rtol=1e-4, atol=1e-6

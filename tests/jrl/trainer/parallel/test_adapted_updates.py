@@ -116,6 +116,6 @@ def test_what_samples_is_merged_in_float32_and_rounded_once(layout):
     exact = query.base.astype(np.float64) + added
     merged = np.asarray(found.layers.attention.query)
     assert merged.dtype == query.base.dtype
-    # Half of the last of bfloat16's eight digits; of products that cancel, that of float32.
+    # Half of the last of bfloat16's eight digits; of products that cancel, float32's.
     np.testing.assert_allclose(merged.astype(np.float64), exact, rtol=2.0**-8, atol=1e-6)
     np.testing.assert_array_equal(np.asarray(found.embedding), in_order.embedding)

@@ -87,7 +87,7 @@ LAYOUTS = ["dp2 / ep2", "dp2 cp2 tp2 / ep4", "pp2 dp2"]
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_of_an_update_are_within_the_bound(layout, monkeypatch):
-    """Next to those of the same pass sent in float32, and to the sum of what is sent in bfloat16,
+    """Compared with the same pass sent in float32, and with the sum of what is sent in bfloat16,
     each as if it were positive."""
     setup = setup_on(layout)
 
@@ -102,7 +102,7 @@ def test_gradients_of_an_update_are_within_the_bound(layout, monkeypatch):
                 sizes = jnp.abs(sizes)
             dim = gradient.ndim + cut.dim
             sizes = jax.lax.psum_scatter(sizes, stage, scatter_dimension=dim, tiled=True)
-        # Where nothing is compressed there is nothing to allow for.
+        # If nothing is compressed there is nothing to allow for.
         sizes = sizes if cut.compressed else jnp.zeros_like(sizes)
         given = reduction.mesh, reduction.spec
         found, expected = (zero.reduce_scatter(*given, of, gradient) for of in (cut, plain))
@@ -145,7 +145,7 @@ def test_three_updates_go_the_same_way():
     )
     assert sum(error > 0 for error in jax.tree.leaves(changed)) >= 8
     for metrics, same in zip(found.history, expected.history, strict=True):
-        # 2^-8 for terms of one sign, and little more where they do not cancel out.
+        # 2^-8 for terms of one sign, and little more if they do not cancel out.
         np.testing.assert_allclose(metrics.grad_norm, same.grad_norm, rtol=2.0**-7)
         assert metrics.finite
     again = three_updates(setup_on("dp4", "bfloat16", fsdp=True), ROWS, 1)

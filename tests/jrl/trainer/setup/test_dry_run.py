@@ -369,7 +369,7 @@ def test_a_rollout_of_its_own_is_printed_and_takes_memory(apart):
     policy = weights.initialise(apart.model, apart.randomness.key("weights"))
     there = jax.device_put(policy, placement.shardings(Model(apart.model, apart.rollout_mesh)))
     assert needs["rollout policy"] == on_one_device(there)
-    # The cache is that of dp 4 and tp 2.
+    # The cache for dp 4 and tp 2.
     positions = apart.recipe.completions // 4 * (apart.prompt_length + apart.response_length)
     width = apart.model.num_kv_heads // 2 * (apart.model.head_dim + apart.model.v_head_dim) * 4
     assert needs["key/value cache"] == positions * apart.model.num_layers * width

@@ -285,7 +285,7 @@ def test_a_dry_run_shows_how_it_computes():
     assert rows["--dispatch"] == rows["--attention"] == "the best that applies"
     assert (rows["--vocab-chunk"], rows["--buffer-factor"]) == ("8192", "worst case")
     assert (rows["--router"], rows["--fsdp"], rows["--remat"]) == ("plain", "off", "none")
-    # What None picks is told where it depends on no batch.
+    # What None picks is told if it depends on no batch.
     model = small_model(11, num_kv_heads=4, capacity_factor=2.0)
     over_cp = replace(setup, model=model, mesh=fold_abstract(Layout.parse("cp4"), "cpu"))
     found = execution(over_cp)

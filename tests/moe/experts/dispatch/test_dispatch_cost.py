@@ -82,7 +82,7 @@ def test_links_outside_a_domain_count_for_themselves():
 
 
 def test_ragged_counts_tokens_that_are_there():
-    """Those of even routing, by drawing it; not the buffers that would hold any."""
+    """Tokens of even routing, by drawing it; not the buffers that would hold any."""
     draw, exchange = np.random.default_rng(0), TokenExchange(24, 5, 64, 4)
     layout = Layout.parse("dp6 / ep6")
     chosen = np.argsort(draw.random((20000, 24)), axis=1)[:, :5] // 4

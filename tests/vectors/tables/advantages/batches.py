@@ -88,7 +88,7 @@ GROUP_SOURCE = "vectors ADV-1 are derived from the formula"
 
 
 def scores(b):
-    """One reward per response: the sum of those of its tokens."""
+    """One reward per response: the sum over its tokens."""
     rewards = b["rewards"]
     if rewards.dtype == jnp.bfloat16:
         rewards = rewards.astype(jnp.float32)

@@ -30,7 +30,7 @@ TAIL = {
 }
 
 
-# The first group has a response without a token, whose reward would change mean and deviation.
+# The first group has an empty response, whose reward would change mean and deviation.
 WITH_AN_EMPTY_ROW = {**TAIL, "mask": [TAIL["mask"][0], [0] * 6, *TAIL["mask"][2:]]}
 WITH_AN_EMPTY_ROW["rewards"] = [TAIL["rewards"][0], 9.0, *TAIL["rewards"][2:]]
 

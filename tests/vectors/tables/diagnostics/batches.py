@@ -1,6 +1,6 @@
 """Batches of the diagnostics and of the statistics."""
 
-# Right padding, a hole, a row without a token, a single token, a full row.
+# Right padding, a hole, an empty row, a single token, a full row.
 MASK = [
     [1, 1, 1, 1, 0, 0],
     [1, 0, 1, 1, 0, 1],

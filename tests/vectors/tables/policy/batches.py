@@ -22,7 +22,7 @@ SEQ_1 = {
 }
 
 
-# Holes, left padding, a row without a token, a single token; advantages of each token, one of 0.
+# Holes, left padding, an empty row, a single token; advantages of each token, one of 0.
 HOLES = [[1, 0, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 1]]
 
 

@@ -27,7 +27,7 @@ TOKENS = {"logprobs": LOGPROBS, "old_logprobs": OLD, "advantages": ADVANTAGES, "
 def _loss(losses, slopes, acts, mask, aggregation):
     """Results of a loss, from the losses of its tokens and the bounds that act on them.
 
-    Without an aggregation it is those losses as they are.
+    With no aggregation it is those losses as they are.
     """
     tokens = max(int(np.sum(mask)), 1)
     if aggregation is None:
