@@ -22,10 +22,11 @@ from moe.config import Model
 
 
 def networks(setup):
-    """What each network is updated with: objective, optimizer, and weights whose head is not
-    zero.""" policy, critic = setup.networks.policy, setup.networks.critic random =
-    init_weights(Model(critic.config, setup.mesh), setup.randomness.key("critic")) head =
-    jax.device_put(jnp.linspace(-1.0, 1.0, setup.model.d_model), replicated(setup.mesh)) return {
+    """Inputs of each update: objective, optimizer, weights with a head that is not 0."""
+    policy, critic = setup.networks.policy, setup.networks.critic
+    random = init_weights(Model(critic.config, setup.mesh), setup.randomness.key("critic"))
+    head = jax.device_put(jnp.linspace(-1.0, 1.0, setup.model.d_model), replicated(setup.mesh))
+    return {
         "policy": (policy.objective, policy.optimizer, fresh_weights(setup)),
         "critic": (critic.objective, critic.optimizer, random.replace(head=head)),
     }
