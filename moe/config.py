@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from functools import cache
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from moe.architecture.attention import (
     GatedDeltaNet,
@@ -213,6 +215,7 @@ class ModelConfig:
             )
         if self.num_used_ids < 1:
             raise ValueError(f"unused_ids={self.unused_ids} leaves no token: use the tokenizer's.")
+        check_choices(self)
         check_routing(self)
         check_attention(self)
         check_delta(self)
@@ -279,6 +282,26 @@ class Model:
     def without_adapters(self) -> "Model":
         """The base network, without adapters, on the same mesh."""
         return replace(self, config=self.config.without_adapters())
+
+
+def check_choices(config: ModelConfig) -> None:
+    """Raises ValueError for a field that is none of the values of its `Literal`."""
+    for name, choices in _choices().items():
+        value = getattr(config, name)
+        if value not in choices:
+            raise ValueError(f"{name}={value!r} must be one of {choices}.")
+
+
+@cache
+def _choices() -> dict[str, tuple[Any, ...]]:
+    """Values of the fields that are a `Literal`, or one and None."""
+    choices = {}
+    for name, hint in get_type_hints(ModelConfig).items():
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        values = [None if kind is NoneType else get_args(kind) for kind in kinds]
+        if any(get_origin(kind) is Literal for kind in kinds) and () not in values:
+            choices[name] = tuple(x for each in values for x in (each or (None,)))
+    return choices
 
 
 def tiny(vocab_size: int) -> ModelConfig:

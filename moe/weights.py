@@ -168,7 +168,7 @@ class Experts(Generic[Leaf]):
 @struct.dataclass
 class Layer(Generic[Leaf]):
     """Weights of a layer; `norm` and `out_norm` belong to the feed-forward layer, as in
-    `Attention`.
+    `Attention`. Every layer has `norm`: its leading axis counts the layers of a stack.
 
     A layer has attention or, in its place, Gated DeltaNet. In a stack with layers of both kinds
     `attention` stacks the layers that have it, and `delta` the others

@@ -45,14 +45,6 @@ class MultiHeadLatentAttention:
 
 
 def check_attention(config: Any) -> None:
-    if config.norm_placement not in ("before", "after", "both"):
-        raise ValueError(
-            f'norm_placement={config.norm_placement!r} must be "before", "after" or "both".'
-        )
-    if config.query_key_norm not in (None, "head", "projection"):
-        raise ValueError(
-            f'query_key_norm={config.query_key_norm!r} must be "head", "projection" or None.'
-        )
     if config.attention_scale is not None and not config.attention_scale > 0:
         raise ValueError(
             f"attention_scale={config.attention_scale} must be above 0; None is head_dim**-0.5."

@@ -64,6 +64,10 @@ def test_refuses(change, message):
         ("router_scores", r"\('softmax', 'sigmoid'\)"),
         ("drop_policy", r"\('probs', 'position'\)"),
         ("drop_scope", r"\('sub_sequence', 'full_sequence'\)"),
+        ("norm_placement", r"\('before', 'after', 'both'\)"),
+        ("query_key_norm", r"\('head', 'projection', None\)"),
+        ("head", r"\('tied', 'untied', 'value'\)"),
+        ("dtype", r"\('float32', 'bfloat16'\)"),
     ],
 )
 def test_refuses_unknown_names(name, choices):
