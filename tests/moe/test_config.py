@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from annotations import unchecked
 
 from moe.config import PRESETS, GatedDeltaNet, ModelConfig, small, tiny, tiny_dense
 from moe.execution import Execution
@@ -184,6 +185,7 @@ def test_with_unused_ids_makes_ranges(ids, ranges):
     assert config.num_used_ids == 13 - len(set(ids))
 
 
+@unchecked()
 def test_config_in_place_of_model_is_refused():
     with pytest.raises(TypeError, match=r"pass Model\(config, mesh\)"):
         specs(tiny(8))

@@ -186,7 +186,7 @@ class House:
         finally:
             self.engine.held = False
             self.service.close()
-            self.service.join(5)
+            self.service.join(5.0)
             assert self.service.ended
 
     def numbers(self):

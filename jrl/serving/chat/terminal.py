@@ -5,6 +5,7 @@ Input that is no terminal, such as a pipe, is read to its end; then no prompt is
 error ends the conversation.
 """
 
+import io
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -35,6 +36,8 @@ SETTINGS: Mapping[str, type[float] | type[int]] = {
 UNPRINTABLE = re.compile(r"[^\S\n\t ]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters that move a terminal's cursor or change its state."""
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+TextStream = TextIO | io.TextIOBase
+"""Stream of text, for example `sys.stdin` or an `io.StringIO`."""
 
 
 class Terminal:
@@ -49,8 +52,8 @@ class Terminal:
     def __init__(
         self,
         conversation: Conversation,
-        lines: TextIO,
-        output: TextIO,
+        lines: TextStream,
+        output: TextStream,
         *,
         shows_reasoning: bool = False,
     ):
@@ -164,7 +167,7 @@ class Terminal:
 class _AnswerPrinter:
     """Prints an answer piece by piece: content, folded reasoning, and lines of tools."""
 
-    def __init__(self, output: TextIO, is_styled: bool, shows_reasoning: bool):
+    def __init__(self, output: TextStream, is_styled: bool, shows_reasoning: bool):
         self._output, self._is_styled = output, is_styled
         self._shows_reasoning, self._num_words = shows_reasoning, 0
         self._reasoning, self._at_line_start = "", True

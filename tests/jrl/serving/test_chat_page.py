@@ -72,7 +72,7 @@ def page(browser, tokenizer, *texts, key=None):
         server.should_exit = True
         thread.join(20)
         house.service.close()
-        house.service.join(5)
+        house.service.join(5.0)
 
 
 def fill(browser, identity, text):

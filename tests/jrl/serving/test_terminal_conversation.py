@@ -36,7 +36,7 @@ def conversing(tokenizer, *texts, length=4000, **fields):
     finally:
         engine.held = False
         service.close()
-        service.join(5)
+        service.join(5.0)
         assert service.ended
 
 

@@ -171,6 +171,6 @@ def test_transpose_of_tied_head_is_counted_as_compiled(head, chunk, copied):
     compiled = jax.jit(mapped).lower(cast_shapes(config), states, tokens).compile()
     counted = head_copy_bytes(model)
     assert counted == 4 * 512 * 1024 * copied
-    # Logits and states of four tokens, and a chunk of the columns.
+    # Logits and states of four tokens, a chunk of the columns; jaxlib 0.12 copies the head twice.
     rest = compiled.memory_analysis().temp_size_in_bytes - counted
-    assert 0 <= rest < 4 * 512 * 1024 * 0.6
+    assert 0 <= rest < 4 * 512 * 1024 * (1.6 if copied else 0.6)
