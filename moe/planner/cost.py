@@ -66,7 +66,7 @@ class System:
         in four pieces, like two batches; the products have `SHARE_OF_PRODUCTS` of the device
         meanwhile.
       hides_shards: shards of a layer's weights are gathered while the layer before computes, with
-        `Method.fsdp`.
+        `Execution.fsdp`.
       launch: seconds that each expert of a device but the first adds to a pass of a micro-batch
         through a layer, fitted to published speeds of fine experts; probably the host's launches.
       fills_stages: where layers do not fill all chunks of a pipeline, the stage with the head has
