@@ -11,7 +11,6 @@ peak on the first device. Arguments after ``--`` are those of `jrl.train`, for a
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -157,12 +156,12 @@ PHASES = {"rollout": "sampling", "evaluation": "sampling", "reward": "sampling"}
 def watch(phases: dict[str, int]) -> None:
     """Records the largest resident set in each phase, on Linux."""
     from jrl.processes import progress
+    from jrl.trainer.resources import resident_memory
 
-    page, path = os.sysconf("SC_PAGE_SIZE"), Path("/proc/self/statm")
-    while path.exists():
+    while (resident := resident_memory()) is not None:
         name = progress._current.position().phase
         name = PHASES.get(name, name)
-        phases[name] = max(phases.get(name, 0), page * int(path.read_text().split()[1]))
+        phases[name] = max(phases.get(name, 0), resident)
         time.sleep(INTERVAL)
 
 
