@@ -94,7 +94,7 @@ def test_gsm8k_is_evaluated_before_and_after_training_of_each_seed(tmp_path):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     out = tmp_path / "results" / "gsm8k"
     own = ("--model", str(checkpoint), "--data", str(tmp_path), "--out", str(out))
-    own += ("--minutes", "0.001", "--eval-problems", "3", "--seeds", "0", "1")
+    own += ("--minutes", "1e-9", "--eval-problems", "3", "--seeds", "0", "1")
     sizes = ("--prompts", "2", "--group-size", "2", "--mini-batch", "4", "--response-length", "4")
     shown = printed("-m", "benchmarks.gsm8k", *own, "--", *sizes, "--verifiers", "1")
     assert "seed 1: evaluates greedily on the first 3 of 5 test problems" in shown
