@@ -23,8 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jrl.recipes.base.batch import replicated
-from jrl.recipes.base.optimizer import Optimizer
-from jrl.trainer.learner.optimizers import transformation
+from jrl.recipes.base.optimizer import Optimizer, transformation
 from moe import placement
 from moe.adapters import combine_trees, select_frozen, select_trained
 from moe.config import Model, ModelConfig

@@ -12,10 +12,9 @@ from tiers import full_but
 
 from jrl.losses import ExplainedVariance, Mean
 from jrl.recipes.base.batch import replicated
-from jrl.recipes.base.optimizer import Optimizer
+from jrl.recipes.base.optimizer import Optimizer, transformation
 from jrl.trainer.learner.learner import init_learner
 from jrl.trainer.learner.metrics import FirstUpdate, Max
-from jrl.trainer.learner.optimizers import transformation
 from jrl.trainer.learner.update import update
 from jrl.trainer.state import init_weights
 from moe.config import Model

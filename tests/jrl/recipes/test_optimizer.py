@@ -23,11 +23,10 @@ from small_runs import (
 from jrl.config.run import RunConfig
 from jrl.recipes import Grpo
 from jrl.recipes.base.hyperparameters import Hyperparameters
-from jrl.recipes.base.optimizer import USED, Optimizer
+from jrl.recipes.base.optimizer import BUILDERS, Optimizer, matrix_axes, transformation
 from jrl.recipes.load import load_recipe
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.learner.learner import abstract_state, transformation_of
-from jrl.trainer.learner.optimizers import matrix_axes, transformation
 from jrl.trainer.learner.update import update
 from jrl.trainer.setup.memory import memory
 from jrl.trainer.setup.plan_inputs import planner_args
@@ -290,7 +289,7 @@ def test_updates_are_equal_on_layouts(name, where):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", USED)
+@pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.parametrize("where", ["dp2 bfloat16", "pp2 dp2"])
 def test_resumed_updates_are_bitwise_equal(name, where, tmp_path):
     """Two updates, a checkpoint and two more; read on another layout, the state is the same."""
@@ -324,7 +323,7 @@ def on_one_device(tree):
     )
 
 
-@pytest.mark.parametrize("name", USED)
+@pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.parametrize("where", ["tp2 dp2 / ep4", "pp2 dp2"])
 def test_memory_counts_the_state_of_each_optimizer(name, where):
     setup = setup_on(name, where)
@@ -341,7 +340,7 @@ def test_memory_counts_the_state_of_each_optimizer(name, where):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", USED)
+@pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.parametrize(
     "run",
     [
