@@ -12,7 +12,6 @@ from jaxtyping import Array, Float, Int
 from jrl.losses import Aggregation, overlong_penalty
 from jrl.recipes.base.hyperparameters import RecipeType
 from jrl.recipes.grpo import GroupRelative
-from sharding.former_names import former_names
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,3 @@ class Dapo(GroupRelative):
             max_grad_norm=1.0,
             overlong_buffer=4096,
         )
-
-
-__getattr__ = former_names(__name__, paper=Dapo.paper)

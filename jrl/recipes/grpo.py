@@ -36,7 +36,6 @@ from jrl.losses import (
 )
 from jrl.recipes.base.batch import Batch, Targets, required
 from jrl.recipes.base.recipe import Recipe
-from sharding.former_names import former_names
 
 
 @dataclass(frozen=True)
@@ -156,6 +155,3 @@ class Cispo(GroupRelative):
     def policy_loss_settings(self) -> dict[str, Any]:
         # No `clip_dual`: the bound on the weight holds at advantages of either sign.
         return {"clip_low": self.clip_low, "clip_high": self.clip_high}
-
-
-__getattr__ = former_names(__name__, paper=Grpo.paper)

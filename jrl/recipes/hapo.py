@@ -59,7 +59,6 @@ from jrl.recipes.base.mismatch import Denominator, Weighting
 from jrl.recipes.base.recipe import Metrics
 from jrl.recipes.base.temperature import AdaptiveTemperature, TemperatureSignal
 from jrl.recipes.dapo import Dapo
-from sharding.former_names import former_names
 
 
 @dataclass(frozen=True)
@@ -195,6 +194,3 @@ class Hapo(Dapo):
             tau=0.1,
             temperature_signal="standardized",
         )
-
-
-__getattr__ = former_names(__name__, paper=Hapo.paper)

@@ -17,7 +17,6 @@ from jrl.recipes.base.batch import Batch, Targets, Totals, penalised_rewards, re
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Metrics, Recipe
 from jrl.setting import setting
-from sharding.former_names import former_names
 
 
 @dataclass(frozen=True)
@@ -149,6 +148,3 @@ class Ppo(ActorCritic):
             reward_correct=1.0,
             reward_wrong=-1.0,
         )
-
-
-__getattr__ = former_names(__name__, paper=Ppo.paper)

@@ -29,7 +29,6 @@ from jrl.recipes.base.batch import Batch, Targets, required, responses_of, termi
 from jrl.recipes.base.recipe import Windows
 from jrl.recipes.ppo import ImitatingActorCritic
 from jrl.setting import setting
-from sharding.former_names import former_names
 
 
 @dataclass(frozen=True)
@@ -167,6 +166,3 @@ class Tppo(ImitatingActorCritic):
             lam_floor=0.95,
             positive_coef=0.1,
         )
-
-
-__getattr__ = former_names(__name__, paper=Tppo.paper)

@@ -15,7 +15,6 @@ from jrl.losses import Aggregation, gae, length_adaptive_lambda, whiten
 from jrl.recipes.base.batch import Batch, Targets, per_turn_rewards, required
 from jrl.recipes.ppo import ImitatingActorCritic
 from jrl.setting import setting
-from sharding.former_names import former_names
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,3 @@ class Vapo(ImitatingActorCritic):
             lam_alpha=0.05,
             positive_coef=0.1,
         )
-
-
-__getattr__ = former_names(__name__, paper=Vapo.paper)

@@ -23,7 +23,6 @@ from jrl.processes.agreement import installed_versions
 from jrl.runs import records
 from jrl.runs.directory import OBJECT_STORAGE, StoragePath, open_directory, storage_path
 from jrl.runs.storage import writing
-from sharding.former_names import former_members
 
 LOCK = ".lock"
 RUNS_PATH = Path("runs")
@@ -58,13 +57,6 @@ class RunFolder:
     `create` starts a run and `resume` continues one; both hold the lock until `close`. `read` opens
     a run that another process may be writing.
     """
-
-    __getattr__ = former_members(
-        line_marks="line_offsets",
-        file_marks="file_hashes",
-        go_back="rewind",
-        begin_again="discard_unsaved",
-    )
 
     def __init__(self, path: Path | str):
         self.path = local_path(path)

@@ -36,7 +36,6 @@ from moe.huggingface.tensors import Slices, Tensors, tensors_of
 from moe.placement import in_chunks, shard_shardings, shardings, without_chunks
 from moe.weights import Transformer, shapes
 from sharding.folding import FoldedMesh
-from sharding.former_names import former_keywords
 
 DTYPES = ("F32", "BF16", "F16")
 """Dtypes of tensors that can be read, beside the types of `moe.huggingface.quantised`; all become
@@ -69,7 +68,6 @@ def load(
     return config, load_weights(directory, Model(config, mesh))
 
 
-@former_keywords(places="target_shardings")
 def load_weights(
     directory: str | Path, model: Model, target_shardings: Transformer[NamedSharding] | None = None
 ) -> Transformer[Array]:

@@ -6,8 +6,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from sharding.former_names import former_names
-
 LINK_EFFICIENCY = 0.8
 """Share of a link's rate that large messages reach. DeepEP reports 153 to 158 of 200 GB/s between
 H800s inside a server and 43 to 58 of 50 GB/s outside, where some tokens are sent once for a whole
@@ -213,6 +211,3 @@ def find_hardware(kind: str) -> Hardware | None:
         return HARDWARE[NAMES_IN_JAX[kind.lower()]]
     words = kind.lower().replace("-", " ").split()
     return next((HARDWARE[word] for word in words if word in HARDWARE and word != "laptop"), None)
-
-
-__getattr__ = former_names(__name__, of_kind=find_hardware)

@@ -20,8 +20,6 @@ from typing import Literal
 
 import numpy as np
 
-from sharding.former_names import former_members
-
 STEP_TIME = "step/time"
 """Duration of a training step in seconds; available in every trainer, whatever the hardware."""
 
@@ -234,8 +232,6 @@ class ErrorCode:
     meaning: str
     cause: Cause
     handled: bool = False
-
-    __getattr__ = former_members(number="code")
 
     def describe(self) -> str:
         """One phrase: the code, its meaning and its usual cause."""

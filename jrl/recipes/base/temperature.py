@@ -16,7 +16,6 @@ from jrl.losses import (
     standardized_entropy,
 )
 from jrl.recipes.base.batch import Batch, required
-from sharding.former_names import former_members
 
 STATISTICS = "entropy_statistics"
 """Name of the entropy statistics of the step before in the state of an algorithm."""
@@ -128,5 +127,3 @@ class AdaptiveTemperature:
             strength=self.tau,
             max_signal=LARGEST[self.temperature_signal],
         )
-
-    __getattr__ = former_members(at="token_temperatures")

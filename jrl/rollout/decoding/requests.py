@@ -13,7 +13,6 @@ from jrl.rollout.adjustments import Constraint
 from jrl.rollout.conversation import Conversation
 from jrl.rollout.decoding.slots import OutputBuffer, RecentTokens, TokenRows, TopTokens
 from jrl.rollout.sampling import RequestSampling
-from sharding.former_names import former_members
 
 Finish = Literal["stop", "length", "window"]
 """Finish reason of a response: a stop token, its length limit, or the window of a partial
@@ -68,8 +67,6 @@ class Request(NamedTuple):
     slot: int | None = None
     sampling: RequestSampling | None = None
     conversation: Conversation | None = None
-
-    __getattr__ = former_members(own="sampling", turns="conversation", begun="has_response")
 
     @property
     def ids(self) -> np.ndarray:
@@ -133,8 +130,6 @@ class Trajectory:
     finish: Finish
     buffer: OutputBuffer | None
     row: int
-
-    __getattr__ = former_members(shelf="buffer")
 
     @property
     def response(self) -> np.ndarray:

@@ -36,7 +36,6 @@ from jrl.trainer.learner.update import CriticObjective, Network
 from jrl.trainer.scoring import values_of
 from jrl.trainer.summary import conversation_metrics, reward_means, task_metrics
 from moe.weights import Transformer
-from sharding.former_names import former_keywords
 
 Row = TypeVar("Row")
 
@@ -89,7 +88,6 @@ def heldout_metrics(
     }
 
 
-@former_keywords(found="on_completions")
 def evaluate(
     sampler: Sampler,
     sampling: Sampling,
