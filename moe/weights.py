@@ -205,7 +205,7 @@ def table(config: ModelConfig) -> Transformer[Weight]:
 def _without_adapters(config: ModelConfig) -> Transformer[Weight]:
     # Each block adds two terms to the residual stream; this keeps its variance level at the start.
     out_scale = 1 / math.sqrt(2 * config.num_layers)
-    norm, fan_in = norm_weight("layer d_model"), "d_model"
+    norms, fan_in = _norms(config, "layer"), "d_model"
     experts = Experts(
         router=Weight("layer d_model route", fan_in, float32=True),
         gate_up=Weight("layer expert d_model half d_expert", fan_in, sampled_along="half"),
@@ -225,40 +225,42 @@ def _without_adapters(config: ModelConfig) -> Transformer[Weight]:
         "value": Weight("d_model", scale=0.0, float32=True),
     }
     attention = _attention(config, out_scale)
-    out_norm = norm if config.norm_placement == "both" else None
     return Transformer(
         # Embeddings start small because a tied head also multiplies by them.
         embedding=Weight("vocab d_model", fan_in),
         layers=Layer(
             attention=attention,
-            norm=norm,
             experts=experts if config.num_experts else None,
             dense=dense if config.d_ff else None,
             shared_gate=Weight("layer d_model", fan_in) if config.shared_expert_gate else None,
-            out_norm=out_norm,
             delta=None if config.delta is None else _delta_net(config, out_scale),
+            **norms,
         ),
         norm=norm_weight("d_model"),
         head=heads[config.head],
         first_layers=(
-            _in_first_layers(Layer(attention, norm, None, dense, out_norm=out_norm))
+            _in_first_layers(Layer(attention, experts=None, dense=dense, **norms))
             if config.num_dense_layers
             else None
         ),
     )
 
 
+def _norms(config: ModelConfig, layer: str) -> dict[str, Any]:
+    """Norms of a term of the residual stream, `norm` and `out_norm`, by `norm_placement`."""
+    norm = norm_weight(f"{layer} d_model")
+    return {"norm": norm, "out_norm": norm if config.norm_placement == "both" else None}
+
+
 def _attention(
     config: ModelConfig, out_scale: float
 ) -> Attention[Weight] | LatentAttention[Weight]:
     layer, fan_in = "layer" if config.delta is None else "attention_layer", "d_model"
-    norm = norm_weight(f"{layer} d_model")
-    out_norm = norm if config.norm_placement == "both" else None
+    norms = _norms(config, layer)
     if config.mla is not None:
         narrow = "d_model" if config.mla.q_lora_rank is None else "q_lora"
         has_q_lora = config.mla.q_lora_rank is not None
         return LatentAttention(
-            norm=norm,
             query_down=Weight("layer d_model q_lora", fan_in) if has_q_lora else None,
             query_norm=norm_weight("layer q_lora") if has_q_lora else None,
             query=Weight(f"layer {narrow} head head_dim", narrow),
@@ -266,14 +268,13 @@ def _attention(
             down_norm=norm_weight("layer kv_lora"),
             up=Weight("layer kv_lora head key_and_value", "kv_lora"),
             out=Weight("layer head v_head_dim d_model", "head v_head_dim", out_scale),
-            out_norm=out_norm,
+            **norms,
         )
     queries, keys = f"{layer} head head_dim", f"{layer} kv_head head_dim"
-    norms = {"projection": (queries, keys), "head": (f"{layer} head_dim",) * 2}
-    query_norm, key_norm = map(norm_weight, norms[config.query_key_norm or "head"])
+    axes = {"projection": (queries, keys), "head": (f"{layer} head_dim",) * 2}
+    query_norm, key_norm = map(norm_weight, axes[config.query_key_norm or "head"])
     width = "query_and_gate" if config.attention_gate else "head_dim"
     return Attention(
-        norm=norm,
         query=Weight(f"{layer} d_model head {width}", fan_in),
         key=Weight(f"{layer} d_model kv_head head_dim", fan_in),
         value=Weight(f"{layer} d_model kv_head head_dim", fan_in),
@@ -285,15 +286,14 @@ def _attention(
         key_norm=key_norm if config.query_key_norm else None,
         out_bias=_bias(f"{layer} d_model", config.attention_out_bias),
         sinks=_bias(f"{layer} head", config.attention_sinks, float32=True),
-        out_norm=out_norm,
+        **norms,
     )
 
 
 def _delta_net(config: ModelConfig, out_scale: float) -> DeltaNet[Weight]:
     """Table of the weights of Gated DeltaNet."""
-    norm, fan_in = norm_weight("delta_layer d_model"), "d_model"
+    fan_in = "d_model"
     return DeltaNet(
-        norm=norm,
         inward=Weight("delta_layer d_model delta_key_head delta_in", fan_in),
         strength_and_decay=Weight("delta_layer d_model delta_key_head delta_pair", fan_in),
         filters=Weight("delta_layer delta_channel delta_width", "delta_width"),
@@ -306,7 +306,7 @@ def _delta_net(config: ModelConfig, out_scale: float) -> DeltaNet[Weight]:
             "delta_value_head delta_value_dim",
             out_scale,
         ),
-        out_norm=norm if config.norm_placement == "both" else None,
+        **_norms(config, "delta_layer"),
     )
 
 
