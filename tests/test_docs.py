@@ -213,6 +213,33 @@ def reached_by_the_site(reached):
     return next((folder for folder in folders if folder in reached.parents), ROOT / "docs")
 
 
+def unseparated_bullets(text):
+    """Numbers of the lines whose bullet the site shows inside of the paragraph above."""
+    lines, in_list, fenced, before = list[int](), False, False, ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            in_list, fenced = False, not fenced
+        elif not fenced and line.startswith("* "):
+            if before and not in_list:
+                lines.append(number)
+            in_list = True
+        elif line.strip() and not before:
+            in_list = False
+        before = line.strip()
+    return lines
+
+
+def test_unseparated_bullets_follow_a_paragraph_or_a_code_block():
+    assert unseparated_bullets("* a\n  a\n* b\n\n    c\n\n* d\n\n  ```\n  e\n  ```\n\n* f") == []
+    assert unseparated_bullets("a\n* b") == [2]
+    assert unseparated_bullets("* a\n\n    b\n* c\n\n  ```\n  d\n  ```\n* e") == [4, 9]
+
+
+@pytest.mark.parametrize("path", MARKDOWN, ids=lambda path: str(path.relative_to(ROOT)))
+def test_bullets_follow_an_empty_line(path):
+    assert unseparated_bullets(path.read_text()) == []
+
+
 def test_addresses_in_the_sources_are_well_formed():
     pattern = r"https?://[^\s\"'`)>\],;]+\.[^\s\"'`)>\],;]+"
     addresses = {a for path in SOURCES for a in re.findall(pattern, path.read_text())}
