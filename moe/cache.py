@@ -52,11 +52,16 @@ class Cache(Generic[Leaf]):
     tails: tuple[Leaf, ...] = ()
 
 
+def reads_live_columns(model: Model) -> bool:
+    """True if decode attention is a kernel: it reads the columns that a row sees, however long the
+    cache is."""
+    return selected_implementation(model, "decode_attention") not in (None, "plain")
+
+
 def cache_columns(length: int, model: Model) -> int:
     """Number of columns of a cache for at least `length` of them: a multiple of ``tp``, over which
     the tokens of a prefill are sharded, and of the unit of the decode kernel, if there is one."""
-    named = selected_implementation(model, "decode_attention") not in (None, "plain")
-    unit = math.lcm(model.mesh.size(model.mesh.tp), UNIT if named else 1)
+    unit = math.lcm(model.mesh.size(model.mesh.tp), UNIT if reads_live_columns(model) else 1)
     return -(-length // unit) * unit
 
 
@@ -69,7 +74,7 @@ def kernel_bytes(model: Model, rows: int, num_positions: int) -> int:
       num_positions: positions of the cache that are read.
     """
     config = model.config
-    if selected_implementation(model, "decode_attention") in (None, "plain"):
+    if not reads_live_columns(model):
         return 0
     heads, kv_heads = (
         n // model.mesh.size(model.mesh.tp) for n in (config.num_heads, config.num_kv_heads)

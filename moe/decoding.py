@@ -24,8 +24,17 @@ from moe.attention.rotary import RotaryCache
 from moe.cache import Cache, StepCore, StepTokens, cache_of, index_layer
 from moe.config import Model, ModelConfig
 from moe.head import logits_of
+from moe.implementations import selected_implementation
+from moe.kernels.choice import devices_of
 from moe.layers.block import block
-from moe.layers.depth import depth_of, is_stack, num_layers, runs_of
+from moe.layers.depth import (
+    depth_of,
+    is_scanned,
+    is_stack,
+    num_layers,
+    period_of_stack,
+    runs_of,
+)
 from moe.model import embed
 from moe.ops.mask import Window
 from moe.ops.precision import rms_norm
@@ -34,6 +43,37 @@ from moe.router.statistics import layers_in_order
 from moe.tokens.packing import PackedBatch
 from moe.weights import DeltaNet, Layer, Transformer
 from sharding.collectives import join_shards
+
+
+def step_config(model: Model) -> ModelConfig:
+    """Configuration of the layer groups of decode steps and of their cache: on GPUs the layers are
+    unrolled if `Execution.scan_layers` is None.
+
+    In a scan each step would copy every layer's weights out of their stack. Layers with experts are
+    unrolled if their matrices are read in place (`keeps_expert_stack`), as unstacked they would be
+    in memory twice.
+    """
+    config, platform = model.config, devices_of(model.mesh).platform
+    if config.execution.scan_layers is not None or platform != "gpu":
+        return config
+    if config.num_experts and not _reads_slices(model):
+        return config
+    return replace(config, execution=replace(config.execution, scan_layers=False))
+
+
+def keeps_expert_stack(model: Model) -> bool:
+    """True if decode steps are unrolled and read the matrices of experts in the stack of all
+    layers."""
+    config, first = step_config(model), model.config.num_dense_layers
+    depth = config.num_layers - first
+    is_unrolled = not is_scanned(depth, config.execution, period_of_stack(config, depth, first))
+    return bool(config.num_experts) and is_unrolled and _reads_slices(model)
+
+
+def _reads_slices(model: Model) -> bool:
+    """True if the product of experts is the kernel: XLA passes it a slice of a stack in place."""
+    is_gpu = devices_of(model.mesh).platform == "gpu"
+    return is_gpu and selected_implementation(model, "experts") == "mosaic"
 
 
 def for_step(config: ModelConfig) -> ModelConfig:

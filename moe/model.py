@@ -28,7 +28,13 @@ from moe.cache import Cache, cache_of, to_cache_layout
 from moe.config import Model, ModelConfig
 from moe.head import logits_of, value_of
 from moe.layers.block import block
-from moe.layers.depth import is_scanned, num_layers, period_of_stack, run_layers
+from moe.layers.depth import (
+    is_scanned,
+    num_layers,
+    period_of_stack,
+    run_layers,
+    split_groups,
+)
 from moe.layers.two_batch_overlap import (
     Streams,
     join_streams,
@@ -436,12 +442,15 @@ def prefill(
     lengths: Int[Array, "row"],
     model: Model,
     record_choices: bool = False,
+    groups: ModelConfig | None = None,
 ) -> Prefilled:
     """Prefill: runs rows of tokens and returns their keys and values.
 
     Args:
       tokens: ids; a row starts in its first column, and what follows its tokens is not read.
       record_choices: also return the expert ids of each token.
+      groups: configuration of the layer groups of the cache (`moe.decoding.step_config`); None has
+        the groups of the prefill.
 
     Raises:
       ValueError: on a layout with ``cp``, as a cache holds whole rows, or with ``pp``; or if ``tp``
@@ -458,7 +467,8 @@ def prefill(
     x, router, cached_kv = run_with_kv(collect_kv, weights, packed, model)
     expert_ids = None if router is None else router.choices
     states, choices = by_row(x, expert_ids, packed, lengths, model.mesh)
-    return Prefilled(cache_of(cached_kv), states, choices, overflow_of(router, model.config))
+    cache = cache_of(split_groups(cached_kv, model.config, groups or model.config))
+    return Prefilled(cache, states, choices, overflow_of(router, model.config))
 
 
 def for_prefill(config: ModelConfig) -> ModelConfig:

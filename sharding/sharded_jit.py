@@ -40,6 +40,16 @@ to overlap with: each layer's communication waits for its attention. A CPU runs 
 by one. The compiler of a TPU v5p makes ragged all-to-alls asynchronous by default, and no others
 (libtpu 0.0.52)."""
 
+ONE_GRAPH: dict[str, Options] = {
+    # XLA's default kinds of commands, without collectives, and WHILE.
+    "gpu": {
+        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
+        "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+    },
+}
+"""Options of a program that is a loop of many short kernels, such as the window of decode steps: a
+GPU runs the loop as one CUDA graph, and the host launches no iteration. By default XLA makes a
+graph of an iteration at most."""
 
 LEAST_EFFORT: dict[str, Options] = {"cpu": {"xla_backend_optimization_level": 0}}
 """Options of a rare and small program, whose compilation costs more than its runs: a CPU's compiler
@@ -50,16 +60,17 @@ Result = TypeVar("Result")
 
 
 def compiler_options(
-    mesh: FoldedMesh, *, overlap: bool = True, least_effort: bool = False
+    mesh: FoldedMesh, *, overlap: bool = True, least_effort: bool = False, one_graph: bool = False
 ) -> Options:
     """The ``compiler_options`` of `jax.jit` for a program of that mesh.
 
-    It is empty for a single device without communication to hide, unless `LEAST_EFFORT` is
-    requested, and for an abstract mesh.
+    It is empty for a single device without communication to hide, unless `LEAST_EFFORT` or
+    `ONE_GRAPH` is requested, and for an abstract mesh.
 
     Args:
       overlap: value of `OVERLAP`.
       least_effort: value of `LEAST_EFFORT`.
+      one_graph: value of `ONE_GRAPH`.
 
     References:
       NVIDIA, "Tips for High-Performance LLMs with JAX and XLA".
@@ -68,8 +79,9 @@ def compiler_options(
     if mesh.platform is None:
         return {}
     least = LEAST_EFFORT.get(mesh.platform, {}) if least_effort else {}
+    least = {**least, **(ONE_GRAPH.get(mesh.platform, {}) if one_graph else {})}
     if mesh.layout.num_devices == 1:
-        return {**least}
+        return least
     hides = OVERLAP.get(mesh.platform, {}) if overlap else {}
     return {**REQUIRED.get(mesh.platform, {}), **hides, **least}
 
@@ -154,6 +166,7 @@ class MeshJit(DeviceJit[Params, Result]):
       overlap: it is a pass over many tokens, see `sharding.sharded_jit.OVERLAP`; not if `overlaps`
         of the first argument is False.
       least_effort: effort of the compiler, see `sharding.sharded_jit.LEAST_EFFORT`.
+      one_graph: it is a loop of short kernels, see `sharding.sharded_jit.ONE_GRAPH`.
       options: options of `jax.jit`.
     """
 
@@ -164,11 +177,12 @@ class MeshJit(DeviceJit[Params, Result]):
         mesh_of: Callable[[Any], FoldedMesh] | None = None,
         overlap: bool = True,
         least_effort: bool = False,
+        one_graph: bool = False,
         **options: Any,
     ):
         super().__init__(function, **options)
         self._mesh_of = mesh_of or (lambda record: record.mesh)
-        self._flags = {"overlap": overlap, "least_effort": least_effort}
+        self._flags = {"overlap": overlap, "least_effort": least_effort, "one_graph": one_graph}
 
     def settings_of(self, args: tuple[Any, ...]) -> Options:
         """Compiler options for these arguments."""

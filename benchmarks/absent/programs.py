@@ -303,25 +303,19 @@ def _decoding(step: Step) -> tuple[Any, ...]:
 
     from jrl.rollout.decoding.mesh_backend import (
         StepLimits,
-        UnstackedPolicy,
         _policy_specs,
         advance,
+        unstack_policy,
     )
     from jrl.rollout.decoding.slots import Decoder, abstract_pool
     from jrl.rollout.sampling import Sampling
-    from moe.layers.depth import split_layer_groups
-    from moe.weights import cast_shapes, without_layers
+    from moe.weights import cast_shapes
     from sharding.sharded_jit import abstract_array, named_shardings
 
     config, mesh = _network(step)
     columns = step.prompt + step.response
     decoder = Decoder(config, mesh, pad_id=0, stop_ids=(1,))
-    policy = jax.eval_shape(
-        lambda weights: UnstackedPolicy(
-            split_layer_groups(weights, config), without_layers(weights)
-        ),
-        cast_shapes(config),
-    )
+    policy = jax.eval_shape(lambda weights: unstack_policy(decoder, weights), cast_shapes(config))
     policy = jax.tree.map(abstract_array, policy, named_shardings(_policy_specs(decoder), mesh))
     number = _everywhere(mesh, jnp.int32)
     return (

@@ -191,6 +191,35 @@ def split_layer_groups(
     return map_layer_groups(weights, config, lambda stacked, index: stacked[index])
 
 
+def split_groups(outs: Sequence[Any], ran: ModelConfig, config: ModelConfig) -> list[Any]:
+    """Splits the outputs of `run_layers` of all layers into the layer groups of a configuration that
+    scans fewer stacks.
+
+    Args:
+      outs: trees of arrays, one for each layer group of `ran`.
+      ran: configuration of the layers that have run.
+      config: configuration of the groups: the same network, perhaps with stacks unrolled.
+    """
+    groups, dense = list[Any](), config.num_dense_layers
+    for first, depth in ((0, dense), (dense, config.num_layers - dense)):
+        if not depth:
+            continue
+        period = period_of_stack(config, depth, first)
+        was_scanned, stays = (is_scanned(depth, one.execution, period) for one in (ran, config))
+        size = period if was_scanned else depth
+        stack, outs = outs[:size], outs[size:]
+        if was_scanned == stays:
+            groups += stack
+        else:
+            assert was_scanned, "layers that ran one by one are not stacked"
+            indices = (divmod(layer, period) for layer in range(depth))
+            groups += [
+                jax.tree.map(lambda x, repeat=repeat: x[repeat], stack[position])
+                for repeat, position in indices
+            ]
+    return groups
+
+
 def map_layer_groups(
     weights: Transformer[Leaf],
     config: ModelConfig,

@@ -8,13 +8,14 @@ from programs import mesh_of
 from sharding.folding import Layout, fold_abstract
 from sharding.sharded_jit import (
     LEAST_EFFORT,
+    ONE_GRAPH,
     OVERLAP,
     REQUIRED,
     compiler_options,
     device_options,
 )
 
-TABLES = OVERLAP, REQUIRED, LEAST_EFFORT
+TABLES = OVERLAP, REQUIRED, LEAST_EFFORT, ONE_GRAPH
 NAMED = [o for table in TABLES for p in table.values() for o in p.items()]
 
 
@@ -43,6 +44,15 @@ def test_compiler_options_with_least_effort():
     hidden = compiler_options(fold_abstract(two, "gpu"))
     assert compiler_options(fold_abstract(two, "gpu"), least_effort=True) == hidden
     assert compiler_options(fold_abstract(one), least_effort=True) == {}
+
+
+def test_compiler_options_of_one_graph():
+    graph, one = ONE_GRAPH["gpu"], Layout.parse("dp1")
+    assert compiler_options(fold_abstract(one, "gpu"), one_graph=True) == graph
+    two = fold_abstract(Layout.parse("dp2 / ep2"), "gpu")
+    options = compiler_options(two, overlap=False, one_graph=True)
+    assert options == REQUIRED["gpu"] | graph
+    assert compiler_options(mesh_of("dp1"), one_graph=True) == {}
 
 
 def test_device_options_follow_the_devices(monkeypatch):

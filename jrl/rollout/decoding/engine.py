@@ -59,7 +59,7 @@ from jrl.rollout.decoding.slots import (
 )
 from jrl.rollout.decoding.split_backend import SplitBackend
 from jrl.rollout.sampling import Sampling, stack_sampling
-from moe.cache import KEY_COLUMN, cache_columns
+from moe.cache import KEY_COLUMN, cache_columns, reads_live_columns
 from moe.implementations import check_decode_kernel
 from moe.weights import Transformer
 
@@ -121,6 +121,7 @@ class Engine:
         # Tokens of a forward pass are sharded over ``tp``.
         self._unit, per_rank = mesh.size(mesh.tp), slots // self.ranks
         self.max_length = cache_columns(max_length, self.decoder.model)
+        self._reads_live_columns = reads_live_columns(self.decoder.model)
         self._row_widths: Sequence[int] = ()
         # Packed rows support neither the states of Gated DeltaNet nor recorded expert ids.
         can_pack = isinstance(backend, MeshBackend) and config.delta is None
@@ -426,9 +427,9 @@ class Engine:
         the mask of live slots. `sizes` are the sizes of `step_sizes` that a step may have."""
         scheduler = self.scheduler
         lengths, limits = scheduler.lengths[running_slots], self._limits[running_slots]
-        if self._policy.resizes_cache or scheduler.waiting:
-            # The whole window: the scheduler runs again after a few steps, when some rows have
-            # ended, and copying a part of the cache for so few costs more than it saves.
+        if self._policy.resizes_cache or self._reads_live_columns or scheduler.waiting:
+            # The whole window: no part of the cache is copied, or the scheduler runs again after a
+            # few steps, when some rows have ended, and a copy for so few costs more than it saves.
             end = length_after(lengths, limits, max_tokens)
         else:
             max_tokens, end = plan_window(lengths, limits, max_tokens, self.max_length)
@@ -460,7 +461,9 @@ class Engine:
     def _resize_cache(self, length: int) -> tuple[SlotPool[Array], int]:
         """Pool with a cache of at least `length` positions, and the number of positions to read."""
         if not self._policy.resizes_cache:
-            return self._rows_pool, cache_length_to_read(length, self.max_length)
+            whole = self.max_length
+            read = whole if self._reads_live_columns else cache_length_to_read(length, whole)
+            return self._rows_pool, read
         needed, cache_length = self._cache_size(length), self._cache_length
         # Extended immediately, shortened only after a while: each change copies the whole cache.
         self._too_long = self._too_long + 1 if needed < cache_length else 0

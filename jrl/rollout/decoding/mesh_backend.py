@@ -4,6 +4,8 @@ decoding steps, each of which samples and appends the next token of all live row
 `jrl.rollout.decoding.split_backend` has another.
 """
 
+import operator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache as remembered
 from functools import partial
@@ -49,12 +51,12 @@ from jrl.rollout.sampling import Sampling
 from moe.attention.rotary import rotary_tables
 from moe.cache import ROW, Cache, StepTokens, over_columns
 from moe.config import Model
-from moe.decoding import decode_step
-from moe.layers.depth import map_layer_groups, split_layer_groups
+from moe.decoding import decode_step, keeps_expert_stack, step_config
+from moe.layers.depth import map_layer_groups
 from moe.model import Prefilled
 from moe.placement import specs
 from moe.router.statistics import run_with_fallback
-from moe.weights import Layer, Transformer, without_layers
+from moe.weights import Experts, Layer, Transformer, without_layers
 from sharding.collectives import all_sum, vary
 from sharding.folding import FoldedMesh
 from sharding.sharded_jit import MeshJit, jit_onto, named_shardings
@@ -98,20 +100,58 @@ class UnstackedPolicy(Generic[Leaf]):
       layers: the groups of `moe.layers.depth.split_layer_groups`: a record per layer, or per stack
         that is scanned.
       rest: everything else, without layers.
+      experts: matrices of the experts of all layers, stacked, which `layers` lack; None if layers
+        have their own.
     """
 
     layers: tuple[Layer[Leaf], ...]
     rest: Transformer[Leaf]
+    experts: Experts[Leaf] | None = None
+
+    def with_experts(self) -> tuple[Layer[Leaf], ...]:
+        """Layers with the matrices of their experts. In the loop of decode steps, or the loop
+        would carry copies of the matrices."""
+        if self.experts is None:
+            return self.layers
+        num_routed = self.experts.down.shape[0]
+        dense, routed = self.layers[:-num_routed], self.layers[-num_routed:]
+        layers = [*dense]
+        for index, layer in enumerate(routed):
+            assert layer.experts is not None
+            gate_up, down = (
+                jax.lax.index_in_dim(matrices, index, keepdims=False)
+                for matrices in (self.experts.gate_up, self.experts.down)
+            )
+            experts = replace(layer.experts, gate_up=gate_up, down=down)
+            layers.append(replace(layer, experts=experts))
+        return tuple(layers)
+
+
+def unstack(
+    weights: Transformer[Leaf], model: Model, layer_of: Callable[[Leaf, int | slice], Leaf]
+) -> UnstackedPolicy[Leaf]:
+    """Unstacks weights into the layers of decode steps.
+
+    Args:
+      layer_of: (leaf of a stack, index or slice of indices) -> leaf of the layer or the layers.
+    """
+    rest, experts, matrices = without_layers(weights), weights.layers.experts, None
+    if experts is not None and keeps_expert_stack(model):
+        absent: Any = None
+        nothing: Any = jax.tree.map(lambda _: absent, experts)
+        matrices = replace(nothing, gate_up=experts.gate_up, down=experts.down)
+        experts = replace(experts, gate_up=absent, down=absent)
+        weights = replace(weights, layers=replace(weights.layers, experts=experts))
+    return UnstackedPolicy(map_layer_groups(weights, step_config(model), layer_of), rest, matrices)
 
 
 def unstack_policy(decoder: Decoder, weights: Transformer[Array]) -> UnstackedPolicy[Array]:
     """Unstacks the weights, once for all steps: no step slices a layer out of its stack.
 
-    Stacks that are scanned and the weights outside layers are arrays of `weights`, not copies,
-    unless they are sharded otherwise than for decoding (`Execution.fsdp`).
+    Stacks that are scanned or read in place, and the weights outside layers, are arrays of
+    `weights`, not copies, unless they are sharded otherwise than for decoding (`Execution.fsdp`).
     """
-    layers = map_layer_groups(weights, decoder.config, lambda leaf, index: _COPY)
-    policy = UnstackedPolicy(layers, without_layers(weights))
+    policy = unstack(weights, decoder.model, lambda leaf, index: _COPY)
     leaves, structure = jax.tree.flatten(policy)
     shardings = jax.tree.leaves(named_shardings(_policy_specs(decoder), decoder.mesh))
     is_shared = tuple(map(_has_sharding, leaves, shardings))
@@ -135,28 +175,24 @@ def _has_sharding(leaf: Any, sharding: NamedSharding) -> bool:
 @remembered
 def _compiled_unstack(decoder: Decoder, is_shared: tuple[bool, ...]) -> Any:
     """Compiled function of the weights that returns the leaves which are not shared."""
-    config, mesh = decoder.config, decoder.mesh
 
     def select(tree: Any) -> list[Any]:
         leaves = zip(jax.tree.leaves(tree), is_shared, strict=True)
         return [leaf for leaf, shared in leaves if not shared]
 
-    def unstack(weights: Transformer[Array]) -> list[Array]:
-        return select(UnstackedPolicy(split_layer_groups(weights, config), without_layers(weights)))
+    def unstack_unshared(weights: Transformer[Array]) -> list[Array]:
+        return select(unstack(weights, decoder.model, operator.getitem))
 
-    return jit_onto(unstack, select(named_shardings(_policy_specs(decoder), mesh)))
+    shardings = named_shardings(_policy_specs(decoder), decoder.mesh)
+    return jit_onto(unstack_unshared, select(shardings))
 
 
 def _policy_specs(decoder: Decoder) -> UnstackedPolicy[PartitionSpec]:
-    stacked = specs(decoder.model)
-
     # A single layer has no leading layer axis; a stack that is scanned keeps it.
     def layer_spec(spec: PartitionSpec, index: int | slice) -> PartitionSpec:
         return spec if isinstance(index, slice) else PartitionSpec(*spec[1:])
 
-    return UnstackedPolicy(
-        map_layer_groups(stacked, decoder.config, layer_spec), without_layers(stacked)
-    )
+    return unstack(specs(decoder.model), decoder.model, layer_spec)
 
 
 class _Loop(NamedTuple):
@@ -170,7 +206,7 @@ class _Loop(NamedTuple):
     cache: Cache[Array]
 
 
-@partial(MeshJit, overlap=False, static_argnums=(0, 1, 2), donate_argnums=4)
+@partial(MeshJit, overlap=False, one_graph=True, static_argnums=(0, 1, 2), donate_argnums=4)
 def advance(
     decoder: Decoder,
     sampling: Sampling,
@@ -219,8 +255,8 @@ def _advance_local(
     if limits.slots is not None:
         # Gathered once for all steps, whose cost is proportional to the number of rows.
         pool, sampler_state = _gather_slots(limits.slots, pool, sampler_state)
-    config, mesh = decoder.config, decoder.mesh
-    layers, rest = vary((policy.layers, policy.rest), mesh.axes)
+    mesh = decoder.mesh
+    policy = vary(policy, mesh.axes)
 
     def count(live):
         # The same on every device: all leave the loop in the same step, as its body has
@@ -234,7 +270,13 @@ def _advance_local(
         tokens = jnp.take_along_axis(rows.tokens, last[:, None], axis=1)[:, 0]
         inputs = StepTokens(tokens, last, loop.live)
         logits, cache, choices = decode_step(
-            layers, rest, loop.cache, inputs, decoder.model, decoder.records_choices, rope
+            policy.with_experts(),
+            policy.rest,
+            loop.cache,
+            inputs,
+            decoder.model,
+            decoder.records_choices,
+            rope,
         )
         if rows.choices is not None:
             rows = replace(rows, choices=write_token(rows.choices, loop.live, last, choices))
@@ -248,7 +290,7 @@ def _advance_local(
     # A shorter cache is copied once, so that no step reads unused positions; the whole is not.
     read = over_columns(partial(_slice_cache, cache_length), pool.cache)
     # RoPE tables are computed here once; otherwise each layer would compute them in each step.
-    rope = vary(rotary_tables(cache_length, config), mesh.axes)
+    rope = vary(rotary_tables(cache_length, decoder.config), mesh.axes)
     zero = jnp.zeros((), jnp.int32)
     # A loop keeps the types of its carry: results that vary over devices must do so from the start.
     rows, live = vary((pool.rows, pool.live), mesh.except_sequence)

@@ -26,7 +26,7 @@ from jrl.rollout.sampling import logprobs_of
 from moe.cache import KEY_COLUMN, ROW, VALUE_COLUMN, Cache, cache_of, over_columns
 from moe.config import Model, ModelConfig
 from moe.head import logits_of
-from moe.layers.depth import is_scanned, period_of_stack
+from moe.layers.depth import split_groups
 from moe.model import Prefilled, for_prefill, run, run_with_kv
 from moe.placement import specs
 from moe.router.statistics import overflow_of
@@ -185,7 +185,7 @@ def _run_packed_local(
     )
     keep = partial(_to_cache_layout, packing.tokens.size)
     x, router, collected = run_with_kv(keep, vary(weights, mesh.axes), packed, model)
-    cache = cache_of(_split_stacks(collected, decoder.config))
+    cache = cache_of(split_groups(collected, model.config, decoder.step_config))
     (row_states,) = packed.zigzag.restore(join_shards(x, mesh.sequence))
     # Slots that have no prompt get the state of the first token; nothing reads it.
     states = row_states.reshape(-1, row_states.shape[-1])[packing.ends]
@@ -210,22 +210,6 @@ def _to_cache_layout(num_tokens: int, *arrays: Array) -> tuple[Array, ...]:
 
     columns = KEY_COLUMN, VALUE_COLUMN
     return tuple(to_layout(x, column) for x, column in zip(arrays, columns, strict=False))
-
-
-def _split_stacks(stacks: list[tuple[Array, ...]], config: ModelConfig) -> list[tuple[Array, ...]]:
-    """Splits the arrays of scanned stacks as `moe.layers.depth.split_layer_groups` does."""
-    segments, dense = list[tuple[Array, ...]](), config.num_dense_layers
-    for first, depth in ((0, dense), (dense, config.num_layers - dense)):
-        if not depth:
-            continue
-        period = period_of_stack(config, depth, first)
-        stack, stacks = stacks[:period], stacks[period:]
-        if is_scanned(depth, config.execution, period):
-            segments += stack
-        else:
-            indices = (divmod(layer, period) for layer in range(depth))
-            segments += [tuple(x[repeat] for x in stack[position]) for repeat, position in indices]
-    return segments
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)

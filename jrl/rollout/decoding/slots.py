@@ -23,6 +23,7 @@ from jrl.rollout.threefry import keys_of
 from moe.attention.latent import caches_latent
 from moe.cache import ROW, Cache, over_columns
 from moe.config import Model, ModelConfig
+from moe.decoding import step_config
 from moe.layers.depth import is_stack, split_layer_groups
 from moe.model import Prefilled, prefill
 from moe.placement import specs
@@ -57,6 +58,11 @@ class Decoder(NamedTuple):
     @property
     def model(self) -> Model:
         return Model(self.config, self.mesh)
+
+    @property
+    def step_config(self) -> ModelConfig:
+        """Configuration of the layer groups of decode steps and of the cache."""
+        return step_config(self.model)
 
     @property
     def overlaps(self) -> bool:
@@ -266,7 +272,7 @@ def pool_specs(mesh: FoldedMesh, pool: SlotPool[Any]) -> SlotPool[PartitionSpec]
 
 def cache_specs(decoder: Decoder) -> Cache[PartitionSpec]:
     """Partition specs of the cache of a pool."""
-    config = decoder.config
+    config = decoder.step_config
     # Abstract weights determine which layers have Gated DeltaNet, and which are stacks.
     layers = jax.eval_shape(partial(split_layer_groups, config=config), shapes(config))
     layer_specs = [
@@ -339,7 +345,9 @@ def run_prefill_local(
 ) -> Prefilled:
     config, mesh = decoder.config, decoder.mesh
     weights = vary(weights, mesh.axes)
-    output = prefill(weights, tokens, lengths, decoder.model, decoder.records_choices)
+    output = prefill(
+        weights, tokens, lengths, decoder.model, decoder.records_choices, decoder.step_config
+    )
     choices = output.choices
     if choices is not None:
         # One byte each if the number of experts allows, as there are tokens x layers x k ids.

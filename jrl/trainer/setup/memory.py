@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.decoding.expert_balancer import first_placement
+from jrl.rollout.decoding.mesh_backend import unstack
 from jrl.rollout.decoding.sizes import ROLLOUTS
 from jrl.rollout.device_memory import device_memory, local_devices
 from jrl.rollout.packing import bin_length
@@ -27,7 +28,6 @@ from moe.attention.latent import caches_latent
 from moe.cache import cache_columns, kernel_bytes
 from moe.config import Model, ModelConfig
 from moe.disaggregated.weights import side_bytes
-from moe.layers.depth import map_layer_groups
 from moe.planner.memory import (
     NUM_SAVED_SCORES,
     NUM_WORKING_SCORES,
@@ -44,7 +44,6 @@ from moe.weights import (
     cast_shapes,
     shapes,
     table,
-    without_layers,
 )
 from sharding.folding import FoldedMesh
 from sharding.schedule import Schedule
@@ -381,9 +380,8 @@ def unstacked_bytes(model: Model, *, is_stored: bool) -> int:
     total = _total(bytes_of_weights)
     if config.execution.fsdp and not is_stored:
         return total
-    # Stacks that are scanned, and weights without layers, are not copied.
-    scanned = map_layer_groups(bytes_of_weights, config, lambda size, index: 0)
-    return total - sum(jax.tree.leaves(scanned)) - _total(without_layers(bytes_of_weights))
+    # Stacks that are scanned or read in place, and weights without layers, are not copied.
+    return total - sum(jax.tree.leaves(unstack(bytes_of_weights, model, lambda size, index: 0)))
 
 
 def weight_bytes(model: Model, *, shards: bool = False, frozen: bool = False) -> int:

@@ -16,8 +16,10 @@ from jrl.rollout.decoding.mesh_backend import Advanced, StepLimits, advance, uns
 from jrl.rollout.decoding.slots import Decoder, SamplerState, abstract_pool
 from jrl.rollout.sampling import Sampling
 from jrl.trainer.setup.memory import unstacked_bytes
+from moe import decoding
 from moe.config import Model
 from moe.execution import Execution
+from moe.kernels.choice import Devices
 from moe.layers.depth import split_layer_groups
 from moe.placement import shardings
 from moe.weights import shapes
@@ -46,17 +48,13 @@ def equations(jaxpr):
     )
 
 
-READ = {"a part of the cache": (40, 64), "all of it": (1100, 1152)}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", full_but(READ, "all of it"))
-def test_rows_of_any_length_are_decoded_by_the_kernel(name, monkeypatch):
-    """The engine's own program for rows of 128 and 1000 tokens, lowered for CUDA."""
+@pytest.mark.parametrize("reached", full_but([40, 1100], 40))
+def test_advance_reads_the_whole_cache_by_the_kernel(reached, monkeypatch):
+    """The engine's own program for rows of 40 and 1100 tokens, lowered for CUDA."""
     config = replace(CONFIG, num_experts=0, d_ff=8, head_dim=64, dtype="bfloat16")
     config = replace(config, execution=Execution(decode_attention="mosaic"))
     engine = Asked(config=config, columns=1128, slots=2, records_choices=False).engine()
-    reached, read = READ[name]
     shown = []
 
     def lowered(*given):
@@ -69,7 +67,7 @@ def test_rows_of_any_length_are_decoded_by_the_kernel(name, monkeypatch):
     engine.submit(Asked().requests[:1], Sampling())
     pool, columns = engine._resize_cache(reached)
     engine.backend.decode(pool, columns, StepLimits(1, 0), *engine._sampler())
-    assert engine.max_length == 1152 and columns == read
+    assert engine.max_length == 1152 == columns
     assert shown[0].count("custom_call @mosaic_gpu_v2") == 1
 
 
@@ -112,6 +110,28 @@ def test_only_weights_that_are_sliced_out_of_their_stack_are_copied(name):
     chex.assert_trees_all_equal(policy.layers, split_layer_groups(weights, config))
 
 
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Layers of decode steps as on a GPU with the kernel of experts."""
+    monkeypatch.setattr(decoding, "devices_of", lambda mesh: Devices("gpu", 9.0))
+    monkeypatch.setattr(decoding, "_reads_slices", lambda model: True)
+
+
+def test_unstack_policy_on_gpu_copies_all_but_expert_matrices(on_gpu):
+    config = replace(CONFIG, num_layers=9, num_dense_layers=1, dense_d_ff=8)
+    mesh = fold(Layout(), jax.devices()[:1])
+    model = Model(config, mesh)
+    weights = jax.device_put(counting(config), shardings(model))
+    policy = unstack_policy(Decoder(config, mesh, PAD, (EOS,)), weights)
+    assert policy.experts.gate_up is weights.layers.experts.gate_up
+    assert policy.experts.down is weights.layers.experts.down
+    copied = sum(leaf.nbytes for leaf in jax.tree.leaves(policy.layers))
+    assert copied == unstacked_bytes(model, is_stored=True)
+    unrolled = replace(config, execution=Execution(scan_layers=False))
+    expected = split_layer_groups(weights, unrolled)
+    chex.assert_trees_all_equal(policy.with_experts(), expected)
+
+
 def counting(config):
     """Weights that count up, so that each is another."""
     numbers = iter(range(1000))
@@ -119,6 +139,24 @@ def counting(config):
         lambda x: np.arange(x.size, dtype=np.float32).reshape(x.shape) + next(numbers),
         shapes(config),
     )
+
+
+PATTERNS = {
+    "experts": {"num_dense_layers": 1, "dense_d_ff": 8},
+    "windows": {"sliding_window": 4, "full_attention_layers": tuple(range(1, 10, 2))},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "layout"), [("experts", "tp2 dp2 / ep4"), ("windows", "dp1")])
+def test_decode_on_gpu_equals_scanned_layers(name, layout, on_gpu):
+    config = replace(CONFIG, num_layers=10, **PATTERNS[name])
+    scanned = replace(config, execution=Execution(scan_layers=True))
+    expected, found = (decode(Asked(layout=layout, config=one)) for one in (scanned, config))
+    for key in ("tokens", "valid", "mask", "truncated"):
+        np.testing.assert_array_equal(getattr(found, key), getattr(expected, key))
+    # The compiler fuses the same sums with what is around them; float32.
+    np.testing.assert_allclose(found.behaviour_logprobs, expected.behaviour_logprobs, atol=1e-5)
 
 
 DEEP = [("dp1", 1), ("tp2 dp2 / ep4", 3)]
