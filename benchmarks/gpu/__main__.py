@@ -14,14 +14,13 @@ import argparse
 import secrets
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.gpu.ceilings import COPY, DENSE
-from benchmarks.gpu.parts import CEILINGS, PARTS, TORCH, chosen
-from benchmarks.gpu.processes import figures_of, serve
-from benchmarks.gpu.report import kept, line_of, today, write
-from benchmarks.gpu.rows import Figures, Settings
+from benchmarks.gpu.measure import measure
+from benchmarks.gpu.parts import PARTS, chosen
+from benchmarks.gpu.processes import serve
+from benchmarks.gpu.report import kept, today, write
+from benchmarks.gpu.rows import Settings
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,6 +34,9 @@ def parser() -> argparse.ArgumentParser:
         choices=list(PARTS),
         metavar="NAME",
         help=f"benchmarks to run, of {', '.join(PARTS)}; tilings only if named",
+    )
+    command.add_argument(
+        "--only", nargs="+", default=[], metavar="TEXT", help="rows with any of these in their name"
     )
     command.add_argument("--small", action="store_true", help="tiny sizes")
     command.add_argument("--minutes", type=float, default=8.0, help="time limit of the run")
@@ -54,8 +56,9 @@ def main() -> None:
         parser().error(f"--minutes {arguments.minutes}: must be above 0.")
     began = time.monotonic()
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
-    settings = Settings(small=True if arguments.small else None, seed=seed)
-    about, rows = measure(arguments, settings, until=began + 60 * arguments.minutes)
+    settings = Settings(small=True if arguments.small else None, seed=seed, only=arguments.only)
+    until = began + 60 * arguments.minutes
+    about, rows, _ = measure(chosen(arguments.rows), arguments.torch, settings, until)
     about |= {"date": today(), "seed": seed, "seconds": time.monotonic() - began}
     figures = kept(about, rows)
     for one in figures["promises"]:
@@ -64,37 +67,6 @@ def main() -> None:
     print(f"{len(rows)} rows, {about['seconds']:.0f} s")
     if arguments.out:
         write(arguments.out, figures)
-
-
-def measure(
-    arguments: argparse.Namespace, settings: Settings, until: float
-) -> tuple[Figures, list[Figures]]:
-    """All rows, shown as they come, and what they ran on."""
-    about: Figures = {"device": "unknown", "platform": "unknown", "small": None, "versions": {}}
-    rows: list[Figures] = []
-    for part in chosen(arguments.rows):
-        python = arguments.torch if part == TORCH else sys.executable
-        for line in figures_of(part, settings, python, until):
-            if "about" in line:
-                versions = about["versions"] | line["about"].pop("versions")
-                about |= line["about"] | {"versions": versions}
-                settings = replace(settings, small=about["small"])
-                continue
-            rows.append(line)
-            print(line_of(line), flush=True)
-        if part == CEILINGS:
-            settings = with_ceilings(settings, rows)
-    return about, rows
-
-
-def with_ceilings(settings: Settings, rows: list[Figures]) -> Settings:
-    """With the rates of the device, which everything after is set beside."""
-    found = {row["row"]: row for row in rows if "milliseconds" in row}
-    if COPY in found:
-        settings = replace(settings, copy=1e9 * found[COPY]["gigabytes_per_s"])
-    if DENSE in found:
-        settings = replace(settings, dense=1e12 * found[DENSE]["teraflops"])
-    return settings
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from benchmarks.gpu.shapes import QWEN3_06B, QWEN3_A3B_OF_32, SMALL_DENSE, SMALL
 
 FORMS: dict[str, dict[str, Any]] = {
     "as it is": {},
+    "scanned": {"scan_layers": True},
+    "unrolled": {"scan_layers": False},
     "plain": {"experts": "batched", "router": "plain", "decode_attention": "plain"},
 }
 """Fields of `moe.execution.Execution`; `moe.implementations` chooses what is not named."""
@@ -44,11 +46,15 @@ class Rollout(NamedTuple):
 
 
 PREFILL = Rollout(64, 1024, 0, 1)
-ROLLOUTS = (Rollout(256, 128, 0, 1000), Rollout(64, 128, 3744, 256))
-"""Responses of 1,000 tokens, and the end of responses of 4,000: a cache of 256 such is larger than
-80 GB."""
+ROLLOUTS = (
+    Rollout(256, 128, 0, 1000),
+    Rollout(64, 128, 3744, 256),
+    Rollout(1, 128, 0, 256),
+)
+"""Responses of 1,000 tokens, the end of responses of 4,000, of which a cache of 256 is larger than
+80 GB, and one response by itself."""
 SMALL_PREFILL = Rollout(4, 6, 0, 1)
-SMALL_ROLLOUTS = (Rollout(4, 4, 0, 6), Rollout(2, 4, 8, 6))
+SMALL_ROLLOUTS = (Rollout(4, 4, 0, 6), Rollout(2, 4, 8, 6), Rollout(1, 4, 0, 6))
 
 
 def rows(settings: Settings) -> Iterator[Row]:

@@ -24,6 +24,8 @@ from benchmarks.grouped import group_sizes
 from benchmarks.kernel_cases import TILINGS
 
 PASSES = ("forward", "rows", "matrices")
+SPREADS = {"grouped": "balanced", "uneven": "Zipf"}
+"""Sizes of the groups by the name of the row, of `benchmarks.grouped.group_sizes`."""
 Programs = dict[str, Callable[..., Any]]
 """A program for each of `PASSES`, or for some: of rows, matrices, what pulls at the results, and
 sizes."""
@@ -152,20 +154,21 @@ TILED = {
 
 def rows(settings: Settings) -> Iterator[Row]:
     """Rows spread evenly over the groups."""
-    yield from of_forms("grouped", FORMS, "balanced", settings)
+    yield from of_forms("grouped", FORMS, settings)
 
 
 def uneven(settings: Settings) -> Iterator[Row]:
     """The same where the number of rows of a group falls as 1 / rank."""
-    yield from of_forms("uneven", FORMS, "Zipf", settings)
+    yield from of_forms("uneven", FORMS, settings)
 
 
 def tilings(settings: Settings) -> Iterator[Row]:
     """The kernels, cut in other ways."""
-    yield from of_forms("tilings", TILED, "balanced", settings)
+    yield from of_forms("tilings", TILED, settings)
 
 
-def of_forms(part: str, forms: dict[str, Form], spread: str, settings: Settings) -> Iterator[Row]:
+def of_forms(part: str, forms: dict[str, Form], settings: Settings) -> Iterator[Row]:
+    spread = SPREADS.get(part, "balanced")
     for name, shape in (SMALL_PRODUCTS if settings.small else PRODUCTS).items():
         operands = cache(partial(operands_of, settings, shape, spread))
         for which in PASSES:

@@ -1,6 +1,7 @@
 """The parts of the table, whether kernels are right first and then in the order of what is
 promised: time may end before they do."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from benchmarks.gpu import (
@@ -17,7 +18,7 @@ from benchmarks.gpu import (
     torch_grouped,
     training,
 )
-from benchmarks.gpu.rows import Part
+from benchmarks.gpu.rows import Part, Row, Settings
 
 
 class Listed(NamedTuple):
@@ -51,6 +52,14 @@ PARTS = {
     "uneven": Listed(grouped.uneven, seconds=30),
     "tilings": Listed(grouped.tilings, seconds=30, asked=True),
 }
+
+
+def rows_of(part: str, settings: Settings) -> Iterator[Row]:
+    """The rows of a part that are selected; all of the ceilings."""
+    only = () if part == CEILINGS else settings.only
+    for row in PARTS[part].rows(settings):
+        if not only or any(name in f"{row.name} {row.form}" for name in only):
+            yield row
 
 
 def chosen(names: list[str] | None) -> list[str]:

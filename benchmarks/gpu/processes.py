@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.gpu.parts import PARTS, TORCH
+from benchmarks.gpu.parts import PARTS, TORCH, rows_of
 from benchmarks.gpu.rows import Figures, Settings, result_of, usable
 
 ROOT = Path(__file__).parents[2]
@@ -127,7 +127,7 @@ def serve(given: str) -> None:
     part, settings = asked["part"], Settings(**asked["settings"])
     about, settings = _about(part, settings)
     _say({"about": about})
-    for number, row in enumerate(PARTS[part].rows(settings)):
+    for number, row in enumerate(rows_of(part, settings)):
         if number < asked["skip"]:
             continue
         _say({"begin": {"row": row.name, "form": row.form}})

@@ -27,12 +27,14 @@ class Settings:
       copy: bytes per second, read and written, of a large copy on this device; None before that
         is measured.
       dense: operations per second of a large bfloat16 product on it; None as above.
+      only: parts of names; rows that have none of them in name and form are left out.
     """
 
     small: bool | None
     seed: int
     copy: float | None = None
     dense: float | None = None
+    only: Sequence[str] = ()
 
 
 class Row(NamedTuple):

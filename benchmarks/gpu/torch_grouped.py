@@ -1,4 +1,5 @@
-"""PyTorch's grouped product on what `benchmarks.gpu.grouped` is given, under the same names.
+"""PyTorch's grouped product on what `benchmarks.gpu.grouped` is given, under the same names, even
+groups and uneven ones.
 
 In a process without JAX, which would have taken the device's memory.
 """
@@ -7,9 +8,10 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
-from benchmarks.gpu.grouped import PASSES, missing
+from benchmarks.gpu.grouped import PASSES, SPREADS, missing
 from benchmarks.gpu.rows import SECONDS, WORST, Figures, Row, Settings, Work
 from benchmarks.gpu.shapes import PRODUCTS, SMALL_PRODUCTS, Product
 from benchmarks.grouped import group_sizes
@@ -18,12 +20,13 @@ FORM = "torch"
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Forward, gradient of the rows, of the matrices, of rows spread evenly."""
-    for name, shape in (SMALL_PRODUCTS if settings.small else PRODUCTS).items():
-        operands = cache(partial(operands_of, settings, shape))
+    """Forward, gradient of the rows, of the matrices."""
+    shapes = SMALL_PRODUCTS if settings.small else PRODUCTS
+    for (part, spread), (name, shape) in product(SPREADS.items(), shapes.items()):
+        operands = cache(partial(operands_of, settings, shape, spread))
         for which in PASSES:
             run = partial(_product, settings, operands, which)
-            yield Row(f"grouped/{name}/{which}", FORM, run, _needs(settings))
+            yield Row(f"{part}/{name}/{which}", FORM, run, _needs(settings))
 
 
 def _needs(settings: Settings) -> str | None:
@@ -35,7 +38,7 @@ def _needs(settings: Settings) -> str | None:
     return needs
 
 
-def operands_of(settings: Settings, shape: Product) -> tuple[Any, ...]:
+def operands_of(settings: Settings, shape: Product, spread: str) -> tuple[Any, ...]:
     """Rows, matrices, what pulls at the results, and where each group ends."""
     import torch
 
@@ -45,7 +48,7 @@ def operands_of(settings: Settings, shape: Product) -> tuple[Any, ...]:
     def random(*sizes: int) -> Any:
         return torch.randn(sizes, generator=draw, device=device, dtype=torch.bfloat16)
 
-    sizes = torch.tensor(group_sizes("balanced", shape.rows, shape.groups), device=device)
+    sizes = torch.tensor(group_sizes(spread, shape.rows, shape.groups), device=device)
     return (
         random(shape.rows, shape.inner),
         random(shape.groups, shape.inner, shape.outer),

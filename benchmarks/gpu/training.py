@@ -1,14 +1,16 @@
-"""A training step that fills the device: its tokens per second and model FLOPs utilisation.
+"""The trainer's update on as many sequences as fill the device: its tokens per second and model
+FLOPs utilisation.
 
-Forward, backward and AdamW; weights and moments in float32, activations in bfloat16.
+It is `jrl.trainer.learner.update.update` as a run compiles it: weights in bfloat16 with masters and
+moments in float32, clipping and AdamW. Every token but the first of a sequence is scored.
 """
 
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.gpu.networks import halved_to_fit, network, peak_gibibytes, weights_of
+from benchmarks.gpu.networks import halved_to_fit, network, one_device, peak_gibibytes, weights_of
 from benchmarks.gpu.rows import Figures, Row, Settings, Work, needs_gpu
 from benchmarks.gpu.shapes import LLAMA_3B, MOE_4B, SMALL_DENSE, SMALL_MOE
 
@@ -16,68 +18,103 @@ PEAKS = {"B200": 2250e12, "H200": 989.5e12, "H100": 989.5e12, "A100": 312e12, "T
 """Dense bfloat16 operations per second, by datasheet, of chips with the key in their name."""
 STEPS = 5
 """That are timed."""
+SELECTIVE = {"remat": "selective"}
 
-# Name, sizes, small sizes, form, execution, sequences.
-TRAINED: tuple[tuple[str, dict[str, Any], dict[str, Any], str, dict[str, Any], int], ...] = (
-    ("3.2b dense", LLAMA_3B, SMALL_DENSE, "remat selective", {"remat": "selective"}, 2),
-    (
-        "3.2b dense",
-        LLAMA_3B,
-        SMALL_DENSE,
-        "mosaic, remat selective",
-        {"attention": "mosaic", "remat": "selective"},
-        2,
-    ),
-    (
-        "3.6b moe",
-        MOE_4B,
-        SMALL_MOE,
-        "mosaic, remat selective",
-        {"experts": "mosaic", "remat": "selective"},
-        4,
-    ),
-    (
-        "3.6b moe",
-        MOE_4B,
-        SMALL_MOE,
-        "batched, remat selective",
-        {"experts": "batched", "remat": "selective"},
-        4,
-    ),
+
+class Trained(NamedTuple):
+    """A row.
+
+    Attributes:
+      name: of the network.
+      sizes: of it; `small` on a CPU.
+      form: name of `execution`, besides selective rematerialisation.
+      execution: fields of `moe.execution.Execution`; what is not given is selected as in a run.
+      rows: sequences that fill the 139 GiB of an H200, as its compiler counts them.
+    """
+
+    name: str
+    sizes: dict[str, Any]
+    small: dict[str, Any]
+    form: str
+    execution: dict[str, Any]
+    rows: int
+
+
+DENSE = "3.2b dense", LLAMA_3B, SMALL_DENSE
+MOE = "3.6b moe", MOE_4B, SMALL_MOE
+TRAINED = (
+    Trained(*DENSE, "as it is", {}, 8),
+    Trained(*MOE, "as it is", {}, 24),
+    Trained(*DENSE, "all logits", {"vocab_chunk": None}, 8),
+    Trained(*DENSE, "mosaic", {"attention": "mosaic"}, 8),
+    Trained(*MOE, "mosaic", {"experts": "mosaic"}, 24),
+    Trained(*MOE, "batched", {"experts": "batched"}, 24),
 )
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Sequences of 4096 tokens; of half as many of them where the device has no memory for all."""
+    """Sequences of 4096 tokens; half as many as often as the device has no memory for all."""
     for name, sizes, small, form, execution, batch in TRAINED:
         needs = needs_gpu() if "mosaic" in execution.values() else None
-        config = network(small if settings.small else sizes, **execution)
+        config = network(small if settings.small else sizes, **SELECTIVE, **execution)
         length, most = (16, 2) if settings.small else (4096, batch)
         run = partial(halved_to_fit, partial(_step, settings, config, length), most)
         yield Row(f"step/{'small ' + name if settings.small else name}", form, run, needs)
 
 
+def updated(config: Any, length: int) -> Any:
+    """The policy of GRPO as a run trains it, on sequences whose prompt is one token."""
+    from jrl.recipes import Grpo
+    from jrl.trainer.learner.update import Network, PolicyObjective
+    from jrl.trainer.scoring import PromptLayout
+
+    recipe, layout = Grpo(), PromptLayout(prompt_length=1, group_size=1)
+    objective = PolicyObjective(config, one_device(), layout, recipe, length - 1)
+    return Network(objective, recipe.policy_optimizer, num_micro_batches=1)
+
+
+def batch_of(tokens: Any) -> Any:
+    """Sequences in which every token but the first is one of a response."""
+    import jax.numpy as jnp
+
+    from jrl.recipes import Batch
+
+    nothing = jnp.zeros(tokens.shape)
+    return Batch(
+        tokens=tokens,
+        valid=jnp.ones(tokens.shape, bool),
+        mask=jnp.ones(tokens.shape, bool).at[:, 0].set(False),
+        behaviour_logprobs=nothing,
+        old_logprobs=nothing,
+        advantages=nothing + 1,
+        correct=jnp.ones(tokens.shape[0], bool),
+    )
+
+
 def _step(settings: Settings, config: Any, length: int, batch: int) -> Figures:
     import jax
 
-    from benchmarks.moe_step import program
     from moe.config import training_flops
     from moe.weights import num_parameters
 
-    start, step = program(config)
-    # A step gives its state up: two would not fit.
-    state = [start(weights_of(config, settings.seed))]
+    trained = updated(config, length)
+    weights = weights_of(config, settings.seed)
+    # An update gives its learner up: two would not fit, nor would the weights that it begins with.
+    state = [trained.init(weights)]
+    del weights
     keys = jax.random.split(jax.random.key(settings.seed), STEPS + 2)
 
     def timed(key: Any) -> float:
-        tokens = jax.random.randint(key, (batch, length), 0, config.vocab_size)
+        given = batch_of(jax.random.randint(key, (batch, length), 0, config.vocab_size))
+        jax.block_until_ready((state, given))
         began = time.perf_counter()
-        moved, loss = step(state.pop(), tokens)
-        jax.block_until_ready((moved, loss))
-        state.append(moved)
-        if not float(loss) < 1e3:
-            raise ValueError(f"the loss is {float(loss)}")
-        return time.perf_counter() - began
+        learner, outcome = trained.update(state.pop(), given)
+        jax.block_until_ready((learner, outcome))
+        seconds = time.perf_counter() - began
+        state.append(learner)
+        if int(learner.skipped) or not int(learner.updates):
+            raise ValueError("the update was skipped: its loss or gradient is not finite")
+        return seconds
 
     compiling = timed(keys[0])
     steps = sorted(timed(key) for key in (keys[1:2] if settings.small else keys[2:]))

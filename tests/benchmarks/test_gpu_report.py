@@ -1,17 +1,21 @@
 """Targets of `benchmarks.gpu`, their verdicts, and the pages that list them."""
 
 import gc
+import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.gpu import decoding, layer, training
+from benchmarks.gpu import decoding, layer, quarter, training
+from benchmarks.gpu.ceilings import COPY
 from benchmarks.gpu.decoding import bytes_of_column, bytes_of_step
+from benchmarks.gpu.measure import with_ceilings
 from benchmarks.gpu.networks import halved_to_fit, network
-from benchmarks.gpu.parts import CEILINGS, PARTS, chosen
+from benchmarks.gpu.parts import CEILINGS, PARTS, chosen, rows_of
 from benchmarks.gpu.report import kept, line_of, markdown
 from benchmarks.gpu.rows import Row, Settings, Work, difference, measured, result_of
 from benchmarks.gpu.shapes import LLAMA_3B, MOE_4B, QWEN3_06B, QWEN3_A3B, QWEN3_A3B_OF_32
@@ -89,7 +93,7 @@ def test_the_page_of_benchmarks_lists_the_parts_in_their_order():
 
 
 def test_every_kernel_of_a_network_is_in_a_form_that_is_measured():
-    trained = [execution for *_, execution, _ in training.TRAINED]
+    trained = [one.execution for one in training.TRAINED]
     for forms, fields in (
         (layer.FORMS.values(), {"experts"}),
         (trained, {"experts", "attention"}),
@@ -98,6 +102,60 @@ def test_every_kernel_of_a_network_is_in_a_form_that_is_measured():
     # Default kernels are compared with the plain path of every field that has one.
     assert decoding.FORMS["plain"].keys() == DEFAULTS.keys() - {"attention"}
     assert not decoding.FORMS["as it is"]
+
+
+def test_questions_fit_a_quarter_of_an_hour_and_select_rows():
+    assert quarter.START + quarter.limits() <= 14 * 60
+    assert max(map(quarter.limits, zip(quarter.CALLS))) <= 10 * 60
+    for question in quarter.QUESTIONS:
+        settings = Settings(small=False, seed=0, only=question.only)
+        labels = [
+            f"{row.name} {row.form}" for part in question.parts for row in rows_of(part, settings)
+        ]
+        assert labels and all(any(name in label for label in labels) for name in question.only)
+        # Ceilings first: all that a call measures is set beside them.
+        first = next(one for one in quarter.QUESTIONS if one.call == question.call)
+        assert first.parts == (CEILINGS,)
+
+
+def test_answer_keeps_the_prediction_and_hands_on_the_ceilings(monkeypatch, tmp_path):
+    asked = []
+
+    def measure(parts, torch, settings, until):
+        asked.append((parts, settings.only))
+        about = {"device": "H200", "small": settings.small, "versions": {"jax": "1"}}
+        return about, [row(COPY, "negation", 1.0)], replace(settings, copy=4e12)
+
+    monkeypatch.setattr(quarter, "measure", measure)
+    question = quarter.QUESTIONS[1]
+    about, answer, settings = quarter.ask(question, "python", Settings(False, 0))
+    assert settings.copy == 4e12 and answer["prediction"] == question.prediction
+    quarter.ask(question, "python", Settings(True, 0))
+    assert asked == [(question.parts, question.only), (question.parts, ())]
+    figures = {"date": "2026-11-29", "seed": 0, **about, "questions": [answer]}
+    quarter.write(tmp_path, "first", figures)
+    written = json.loads((tmp_path / "quarter-2026-11-29-first.json").read_text())
+    assert written["questions"][0]["rows"] == answer["rows"] and written["versions"] == {"jax": "1"}
+    shown = (tmp_path / "quarter-2026-11-29-first.md").read_text()
+    assert question.prediction in shown and "negation" in shown
+
+
+def test_medians_of_clocks_pass_over_lines_without_numbers():
+    lines = "1980, 700.5\n[N/A], 3\n1200, 650.0\n1755, 690.25\n"
+    assert quarter.medians(lines) == {"clocks_sm": 1755, "power_draw": 690.25}
+    assert quarter.medians("no devices were found\n") == {}
+
+
+def test_ceilings_are_the_largest_of_their_forms():
+    rows = [row(COPY, form, 1.0, gigabytes_per_s=rate) for form, rate in (("a", 4.0), ("b", 3.0))]
+    settings = with_ceilings(Settings(False, 0), [*rows, {"row": COPY, "form": "c", "failed": "x"}])
+    assert settings.copy == 4e9 and settings.dense is None
+
+
+def test_rows_are_selected_by_parts_of_name_and_form():
+    settings = Settings(small=True, seed=0, only=["forward blocks", "nothing"])
+    assert [one.name for one in rows_of("grouped", settings)] == ["grouped/small/forward"]
+    assert len(list(rows_of(CEILINGS, settings))) == 4
 
 
 def test_chosen_parts_exclude_tilings_by_default():
