@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: list[str]) -> int:
     options = parse_flags(
-        ChatOptions, "python -m jrl.chat", arguments, "Converses with a policy in the terminal."
+        ChatOptions, "chat", arguments, "Converses with a policy in the terminal."
     )
     options.check()
     _chat(options)

@@ -25,6 +25,7 @@ from jrl.processes.coordinator import (
     join_processes,
 )
 from jrl.processes.stopping import DRAINED, INTERRUPTED
+from jrl.program import program
 
 OUR_PACKAGES = ("jrl", "moe", "sharding", "benchmarks")
 Options = TypeVar("Options")
@@ -35,18 +36,18 @@ MEMORY_REMEDY = "lower --micro-batch; --dry-run shows what needs the memory"
 
 def parse_flags(
     kind: type[Options] | Any,
-    program: str,
+    command: str,
     arguments: Sequence[str] | None,
     about: str | None = None,
 ) -> Options:
     """Parses a command line into a dataclass, whose numbers are finite.
 
     Args:
-      program: the command, ``python -m jrl.serve``.
+      command: its name and subcommand, for example "faults watch".
       arguments: None takes those of this process.
       about: what it does, for ``--help``; None takes the docstring of the dataclass.
     """
-    options = tyro.cli(kind, prog=program, description=about, args=arguments)
+    options = tyro.cli(kind, prog=program(command), description=about, args=arguments)
     check_numbers(options)
     return options
 
@@ -160,7 +161,7 @@ def start_jax(
     if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         raise ValueError(
             "JAX_ENABLE_X64 is on: indices and sums of a run are of 32 bits; unset it for this "
-            "command (env -u JAX_ENABLE_X64 python -m jrl.train ...)."
+            "command (env -u JAX_ENABLE_X64 jrl train ...)."
         )
     share = processes.share(devices)
     if share is not None:

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     options = parse_flags(
         EvaluateOptions,
-        "python -m jrl.evaluate",
+        "evaluate",
         arguments,
         "Evaluates the policy of a run or of a public checkpoint: sampled, greedy, pass@k.",
     )

@@ -27,6 +27,7 @@ from jrl.config.files import run_of
 from jrl.config.run import RunConfig
 from jrl.published.base_name import base_name
 from jrl.published.hub import check_target, push
+from jrl.published.license import CARD
 from jrl.runs.folder import RunFolder
 from jrl.text.load import load_tokenizer
 from jrl.text.tokenizer import Tokenizer
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     options = parse_flags(
         ExportOptions,
-        "python -m jrl.export",
+        "export",
         arguments,
         "Writes the policy of a run as a checkpoint that transformers and vLLM read.",
     )
@@ -180,7 +181,7 @@ def _write_checkpoint(
     import jax  # its devices are chosen by now
 
     from jrl.text.checkpoint_files import checkpoint_files
-    from jrl.trainer.evaluation.model_card import CARD, CardSubject, model_card
+    from jrl.trainer.evaluation.model_card import CardSubject, model_card
     from jrl.trainer.evaluation.saved_policy import load_model
     from jrl.trainer.setup.network import network_of
     from moe.huggingface import fold_embedding_scale, save

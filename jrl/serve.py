@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     options = parse_flags(
         ServeOptions,
-        "python -m jrl.serve",
+        "serve",
         arguments,
         "Serves a policy: completions and chats by OpenAI's protocol.",
     )

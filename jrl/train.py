@@ -18,7 +18,7 @@ from jaxtyping import Array
 from jrl.checks import flag
 from jrl.command_line import exit_status, start_jax
 from jrl.config.files import run_of, to_json
-from jrl.config.flags import PROGRAM, TrainOptions, drop_idle, parse_arguments
+from jrl.config.flags import TrainOptions, drop_idle, parse_arguments
 from jrl.config.run import RunConfig
 from jrl.config.run_code import code_of
 from jrl.config.settings_file import settings_text
@@ -35,6 +35,8 @@ from jrl.processes.agreement import (
 from jrl.processes.coordinator import exit_without_waiting, process_id
 from jrl.processes.stopping import DRAINED, INTERRUPTED, UNSUPERVISED, Supervisor
 from jrl.processes.watchdog import jax_heartbeat
+from jrl.program import program
+from jrl.published.license import license_in, write_license
 from jrl.report.evaluation import summarize_run
 from jrl.runs import provenance, records
 from jrl.runs.folder import RunFolder, next_run_path
@@ -60,6 +62,7 @@ def main(arguments: Sequence[str] | None = None, supervisor: Supervisor = UNSUPE
 
 def _main(arguments: list[str], supervisor: Supervisor) -> int:
     options = parse_arguments(arguments)
+    options.check_data()
     if options.command.log_json:
         start_json_lines("stderr", process_id)
     start_jax(options.run.devices, options.processes, jax_heartbeat(options.run.hang_deadline))
@@ -328,20 +331,23 @@ def _save_inputs(setup: "Setup", folder: RunFolder) -> None:
             return
         checkpoint = setup.run.checkpoint
         if checkpoint is not None and not folder.model_path.exists():
+            # Tokenizer and license are those of the weights.
+            source = setup.run.weights
+            origin = Path(checkpoint) if source is None else RunFolder(source).origin_path
+            folder.origin_path.mkdir(exist_ok=True)
             if setup.run.tokenizer is None:
                 from jrl.text.checkpoint_files import copy_checkpoint_files
 
-                # The tokenizer is that of the weights.
-                source = setup.run.weights
-                origin = Path(checkpoint) if source is None else RunFolder(source).origin_path
                 copy_checkpoint_files(origin, folder.origin_path)
+            write_license(folder.origin_path, license_in(origin))
             options = (Path(checkpoint) / "config.json").read_bytes()
             if ignored := setup.run.ignore_options:
                 named = json.loads(options)
                 options = json.dumps({k: v for k, v in named.items() if k not in ignored}).encode()
             records.replace(folder.model_path, options)
         setup.tokenizer.save(folder.tokenizer_path)
-        comment = f"repeats this run: {PROGRAM} --config {shlex.quote(str(folder.settings_path))}"
+        path = shlex.quote(str(folder.settings_path))
+        comment = f"repeats this run: {program('train')} --config {path}"
         config = drop_idle(folder.config(), type(setup.recipe))
         records.replace(folder.settings_path, settings_text(config, comment).encode())
 
@@ -391,7 +397,7 @@ def _train(
     adapters, prompts_seen = None, 0
     if begins:
         adapters, prompts_seen = load_initial_adapters(setup), _count_prompts_seen(setup)
-    resume = f"{PROGRAM} --resume --run-dir {shlex.quote(str(folder.path))}"
+    resume = f"{program('train')} --resume --run-dir {shlex.quote(str(folder.path))}"
     explanation = dispatch_explained(Model(setup.model, setup.mesh), setup.run)
     if is_main_process():
         # Of experts on other devices, if the user chose none.

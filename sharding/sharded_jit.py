@@ -214,7 +214,11 @@ def jit_sharded(build: Callable[..., Any], shardings: Any) -> Callable[..., Any]
     which a dataclass cannot hold.
     """
     leaf_shardings, structure = jax.tree.flatten(shardings)
-    compiled = jit_onto(lambda *args: jax.tree.leaves(build(*args)), leaf_shardings)
+
+    def create(*args: Any) -> list[Any]:
+        return jax.tree.leaves(build(*args))
+
+    compiled = jit_onto(create, leaf_shardings)
     return lambda *args: structure.unflatten(compiled(*args))
 
 

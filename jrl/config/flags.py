@@ -15,6 +15,7 @@ from jrl.config.run_code import RunCode, code_to_resume
 from jrl.config.settings_file import GROUPS, Settings, read_settings
 from jrl.config.training import AUTO
 from jrl.processes.coordinator import SINGLE_PROCESS, Processes
+from jrl.program import program
 from jrl.recipes import RECIPES, Recipe
 from jrl.recipes.load import LIBRARY, load_recipe
 from jrl.runs.directory import storage_path
@@ -24,7 +25,6 @@ from jrl.setting import names_with, property_of, replacement_of, setting
 from jrl.tasks.data.split import check_trains
 from sharding.folding import Layout
 
-PROGRAM = "python -m jrl.train"
 DEFAULT_RECIPE = "grpo"
 REINFORCEMENT = (
     "Trains a policy by reinforcement learning. Without arguments: a small MoE model learns to "
@@ -33,7 +33,7 @@ REINFORCEMENT = (
 )
 SUPERVISED_STAGE = (
     "Supervised fine-tuning: trains a policy on the assistant's turns of conversations. "
-    f"Reinforcement learning continues from its run: {PROGRAM} grpo --weights RUN."
+    "Reinforcement learning continues from its run: jrl train grpo --weights RUN."
 )
 
 Record = TypeVar("Record")
@@ -72,14 +72,21 @@ class Command:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Parsed command line: the command, the run, its recipe and its processes; and the code of a
-    run that is resumed."""
+    """Parsed command line: the command, the run, its recipe and its processes; the code of a run
+    that is resumed; and the settings file."""
 
     command: Command
     run: RunConfig
     recipe: Recipe
     processes: Processes = SINGLE_PROCESS
     code: RunCode | None = None
+    settings: Settings | None = None
+
+    def check_data(self) -> None:
+        """Raises ValueError if a file of data that a preset names is missing."""
+        if self.settings is not None:
+            files = {"task": self.run.task, "held_out": self.run.held_out}
+            self.settings.check_data(files)
 
 
 def parse_arguments(arguments: list[str]) -> TrainOptions:
@@ -119,6 +126,10 @@ def parse_arguments(arguments: list[str]) -> TrainOptions:
     }
     run = replace(run, **dict.fromkeys(removed))
     command, processes, new_run, new_recipe = _parse_flags(arguments, run, recipe, settings)
+    # The name in a settings file is of the model in it.
+    if settings is not None and new_run.model != settings.values.get("model", new_run.model):
+        stated = settings.values.get("base_name")
+        new_run = replace(new_run, base_name=None) if new_run.base_name == stated else new_run
     unreplaced = {name: value for name, value in removed.items() if getattr(new_run, name) is None}
     new_run = replace(new_run, **unreplaced)
     if stored is not None:
@@ -135,7 +146,7 @@ def parse_arguments(arguments: list[str]) -> TrainOptions:
         run = replace(run, checkpoint_dir=str(storage_path(run.checkpoint_dir)))
     if run.layout != AUTO:
         recipe = recipe.divided(Layout.parse(run.layout).dp)
-    return TrainOptions(command, run, recipe, processes, code)
+    return TrainOptions(command, run, recipe, processes, code, settings)
 
 
 def _read_stored(
@@ -238,7 +249,7 @@ def _parse_flags(
     recipe_literal = Literal[recipe_names]  # pyright: ignore[reportInvalidTypeForm]
     help_text = (
         "Comes first. A custom recipe is path/to/file.py:Name. Each recipe has its own flags: "
-        f"{PROGRAM} dapo --help"
+        f"{program('train')} dapo --help"
     )
     name = tyro.conf.arg(name="recipe", help=help_text)
     # --help has a group for each record.
@@ -254,14 +265,14 @@ def _parse_flags(
     parsed = vars(
         tyro.cli(
             flags,
-            prog=PROGRAM,
+            prog=program("train"),
             description=SUPERVISED_STAGE if recipe.supervised else REINFORCEMENT,
             args=arguments,
             default=flags(recipe.name, **groups),
         )
     )
     if parsed["word"] != recipe.name:
-        raise ValueError(f"the recipe comes first: {PROGRAM} {parsed['word']} ...")
+        raise ValueError(f"the recipe comes first: {program('train')} {parsed['word']} ...")
     values: dict[str, Any] = {}
     for record in RECORDS:
         values |= _values(parsed[_group_name(record)])

@@ -25,6 +25,8 @@ RECIPE, GROUPS = "recipe", ("run", "hyperparameters")
 PREFIX = "preset:"
 """Prefix of the name of a file that comes with the library."""
 PRESETS = Path(__file__).parent / "presets"
+DATA = "# Data: "
+"""Beginning of the comment with the command that downloads the files of a preset."""
 
 Config = TypeVar("Config")
 
@@ -77,11 +79,26 @@ class Settings:
       path: the file; the path of a recipe of the user's own is relative to its folder.
       recipe: the recipe that it names; None if it names no recipe.
       values: of all other settings, by the names of their fields.
+      data: command that downloads the files of a preset; None if it needs none.
     """
 
     path: Path
     recipe: str | None
     values: Mapping[str, Any]
+    data: str | None = None
+
+    def check_data(self, files: Mapping[str, str | None]) -> None:
+        """Raises ValueError for the first file of a preset's data that is missing.
+
+        Args:
+          files: of the run, by the names of their settings.
+        """
+        for name, file in files.items():
+            if self.data is None or file is None or file != self.values.get(name):
+                continue
+            path = Path(file.partition(":")[2] or file)
+            if not path.exists():
+                raise ValueError(f"{name}={file!r}: {path} is missing; to get it: {self.data}")
 
     def check_names(self, *kinds: type, command_line_only: Sequence[str] = ()) -> None:
         """Raises ValueError for the first setting that is no field of these dataclasses, or is one
@@ -127,7 +144,8 @@ def read_settings(reference: str) -> Settings:
     is_preset = reference.startswith(PREFIX)
     path = _preset_path(reference) if is_preset else Path(os.path.expanduser(reference))
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        text = path.read_text(encoding="utf-8")
+        content = yaml.load(text, _Loader)
     except OSError as error:
         raise ValueError(
             f"config={reference!r} cannot be read ({error.strerror}): give a YAML file of settings."
@@ -149,7 +167,9 @@ def read_settings(reference: str) -> Settings:
     recipe = values.pop(RECIPE, None)
     if recipe is not None and not isinstance(recipe, str):
         raise ValueError(f"{path}: recipe is {recipe!r}, not the name of a recipe.")
-    return Settings(path, recipe, values)
+    lines = text.splitlines() if is_preset else []
+    data = [line.removeprefix(DATA) for line in lines if line.startswith(DATA)]
+    return Settings(path, recipe, values, data[0] if data else None)
 
 
 def settings_text(config: Mapping[str, Any], comment: str = "") -> str:

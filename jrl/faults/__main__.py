@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from jrl.command_line import exit_status
+from jrl.program import program
 
 COMMANDS = {
     "watch": "look at runs that are going on, and name the process that stands out",
@@ -24,10 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help"):
-        print("usage: python -m jrl.faults COMMAND [OPTIONS]\n")
+        print(f"usage: {program('faults')} COMMAND [OPTIONS]\n")
         for name, purpose in COMMANDS.items():
             print(f"  {name:<10} {purpose}")
-        print("\nEach has its own options: python -m jrl.faults watch --help")
+        print(f"\nEach has its own options: {program('faults watch')} --help")
         return 0
     if name in SIMULATING:
         raise ValueError(

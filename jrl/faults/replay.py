@@ -46,7 +46,7 @@ class ReplayOptions(DetectorOptions):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    request = parse_flags(ReplayOptions, "python -m jrl.faults replay", arguments)
+    request = parse_flags(ReplayOptions, "faults replay", arguments)
     record = Path(request.record)
     fleet, notes = read_fleet(record, request.machine_label, request.metrics)
     fleet = fleet.last(request.last)

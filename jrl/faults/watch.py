@@ -38,6 +38,7 @@ from jrl.faults.watcher import (
     command_hook,
     has_samples,
 )
+from jrl.program import program
 from jrl.report.display import visible
 from jrl.runs.folder import RunFolder
 
@@ -89,7 +90,7 @@ def main(arguments: list[str]) -> int:
     """Watches until all processes have ended, and returns the exit status: 3 after an alarm."""
     request = parse_flags(
         Annotated[WatchOptions, tyro.conf.arg(name="")],
-        "python -m jrl.faults watch",
+        "faults watch",
         arguments,
         "Shows what each process of a run is doing, and names the one that stands out.",
     )
@@ -97,7 +98,7 @@ def main(arguments: list[str]) -> int:
     if sum(targets) != 1:
         raise ValueError(
             "give the folder of a run, or --prometheus, or --scrape, one of them: "
-            "python -m jrl.faults watch RUN"
+            f"{program('faults watch')} RUN"
         )
     interval = request.interval
     if interval is None:
@@ -109,7 +110,7 @@ def main(arguments: list[str]) -> int:
     watcher = _watcher(request)
     if request.on_fault in (TELL, DRAIN):
         raise ValueError(
-            f"on_fault={request.on_fault!r} is an action of a run: give it to python -m jrl.train, "
+            f"on_fault={request.on_fault!r} is an action of a run: give it to {program('train')}, "
             "or a shell command here."
         )
     hook = None if request.on_fault is None else command_hook(request.on_fault)

@@ -14,17 +14,17 @@ from jrl.checks import check_range, flag
 from jrl.command_line import exit_status
 from jrl.launch import jobset, ray_cluster, slurm, ssh_hosts
 from jrl.launch.program import Program, prepare
+from jrl.program import program as program_name
 
 SEPARATOR = "--"
 RESTARTS = 3
 PORT = 7733
 
 PARSER = argparse.ArgumentParser(
-    prog="python -m jrl.launch",
     usage="%(prog)s (--hosts A,B | --ray [ADDRESS] | --slurm [FILE] | --jobset [FILE]) [OPTIONS] "
     "-- ARGUMENTS",
     description="Starts one training run on many machines. What follows -- are the arguments of "
-    "python -m jrl.train, the same for every launcher.",
+    "jrl train, the same for every launcher.",
     allow_abbrev=False,
 )
 _launchers = PARSER.add_argument_group("launchers").add_mutually_exclusive_group(required=True)
@@ -103,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: list[str]) -> int:
     launcher_words, program_words = split_arguments(arguments)
+    PARSER.prog = program_name("launch")
     options = PARSER.parse_args(launcher_words)
     launcher = next(
         name for name in ("hosts", "ray", "slurm", "jobset") if getattr(options, name) is not None
@@ -207,7 +208,7 @@ def _check_drain(program: Program, launcher: str, elastic: int | None) -> None:
 def _required(options: argparse.Namespace, launcher: str, name: str) -> Any:
     value = getattr(options, name)
     if value is None:
-        raise ValueError(f"--{launcher} needs --{name}; see python -m jrl.launch --help.")
+        raise ValueError(f"--{launcher} needs --{name}; see {program_name('launch')} --help.")
     return value
 
 

@@ -17,12 +17,14 @@ from typing import IO
 
 from jrl.faults.guard import Drain, read_drains
 from jrl.launch.program import MODULE, Program
-from jrl.processes.stopping import DRAINED
+from jrl.processes.stopping import DRAINED, INTERRUPTED
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
 """Without passwords, and with an end when a host does not answer for a minute."""
 CONNECTION_FAILED = 255
 """Exit status of ssh if it does not connect."""
+KILLED = 128 + signal.SIGKILL
+"""Exit status of a process that a second signal killed."""
 KILL_SECONDS = 60
 """Seconds that a process may save after SIGTERM, before it is killed; also those that the others
 may take to end by themselves once one has ended with `DRAINED`."""
@@ -86,7 +88,8 @@ def remote_command(program: Program, hosts: Hosts, process: int) -> str:
 def launch(program: Program, hosts: Hosts) -> int:
     """Runs the program on all hosts, and returns the exit status.
 
-    It is 0 if all processes end with 0, and otherwise the status of the first that failed. Lines
+    It is 0 if all processes end with 0, 130 if Ctrl-C ended them, and otherwise the status of the
+    first that failed. Lines
     are printed with the name of their host. A run that drained one of its hosts is started again on
     the others, with the layout that it chose for them.
     """
@@ -114,7 +117,9 @@ def _run(program: Program, hosts: Hosts) -> tuple[int, bool]:
     previous = {n: signal.signal(n, run.interrupt) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         run.start([remote_command(program, hosts, n) for n in range(len(hosts.names))])
-        return run.wait(), run.interrupts > 0
+        status = run.wait()
+        by_person = run.interrupted and status in (0, KILLED)
+        return INTERRUPTED if by_person else status, run.interrupts > 0
     finally:
         for signum, handler in previous.items():
             signal.signal(signum, handler)
@@ -141,7 +146,7 @@ class _Processes:
         self._threads: list[threading.Thread] = []
         self._ended = threading.Lock()
         self._status: int | None = None
-        self.interrupts = 0
+        self.interrupts, self.interrupted = 0, False
 
     def start(self, commands: Sequence[str]) -> None:
         for name, command in zip(self._hosts.names, commands, strict=True):
@@ -169,6 +174,7 @@ class _Processes:
     def interrupt(self, signum: int, frame: object) -> None:
         """Asks all processes to save and end; at the second signal, ends them immediately."""
         self.interrupts += 1
+        self.interrupted |= signum == signal.SIGINT
         if self.interrupts == 1:
             self._close_inputs()
         else:

@@ -36,7 +36,7 @@ HEARTBEAT_SECONDS = 100
 """Default timeout of a heartbeat in seconds, after which JAX ends all processes."""
 KUBERNETES_REMEDY = (
     "give the pods a service account that may read pods, jobs and services; or write the JobSet "
-    "with python -m jrl.launch --jobset, which needs neither."
+    "with jrl launch --jobset, which needs neither."
 )
 SLURM_VARIABLES = ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 """Variables that JAX needs beside SLURM_JOB_ID."""

@@ -2,7 +2,8 @@
 
 A GGUF file contains a whole model: options, tokenizer and chat template as metadata, and tensors,
 most of them quantised. The folder has config.json, safetensors, tokenizer.json,
-tokenizer_config.json and generation_config.json, and is read like any other checkpoint.
+tokenizer_config.json, generation_config.json and a README.md with the license, and is
+read like any other checkpoint.
 """
 
 import re
@@ -19,6 +20,7 @@ from jrl.published.base_name import OPTION, name_in_gguf
 from jrl.published.gguf_file import GgufFile
 from jrl.published.gguf_options import config_options
 from jrl.published.gguf_tokenizer import tokenizer_files
+from jrl.published.license import license_in_gguf, write_license
 from moe.huggingface.checkpoint import INDEX, write_json, write_tensors
 from moe.huggingface.configuration import read_config
 from moe.huggingface.tensors import tensors_of
@@ -53,6 +55,7 @@ def convert(path: Path, folder: Path, ignore: Collection[str] = ()) -> None:
         temporary.mkdir()
         with _naming(path):
             write_json(temporary / "config.json", options | _name(file.metadata))
+            write_license(temporary, license_in_gguf(file.metadata))
             for file_name, content in tokenizer_files(file.metadata).items():
                 (temporary / file_name).write_bytes(content)
             _write_weights(temporary, options, file)

@@ -19,6 +19,7 @@ from jrl.published.gguf import EXPERT, in_file_order
 from jrl.published.gguf_file import GgufFile
 from jrl.published.gguf_options import FAMILIES, config_options, llama3_divisors
 from jrl.published.gguf_vocabulary import check_vocabulary, vocabulary_metadata
+from jrl.published.license import gguf_license
 from moe.config import ModelConfig
 from moe.huggingface.checkpoint import open_tensors, write_json
 from moe.huggingface.configuration import options_from, read_config
@@ -81,6 +82,7 @@ def write_gguf(
     )
     metadata = {
         **_description(description),
+        **gguf_license(folder),
         "general.file_type": FILE_TYPES[matrices],
         "general.quantization_version": 2,
         **{f"{kind}.{name}": value for name, value in _network(kind, options).items()},

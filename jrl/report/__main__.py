@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     request = parse_flags(
         ReportOptions,
-        "python -m jrl.report",
+        "report",
         arguments,
         (
             "Writes a report of runs as one HTML page: curves, samples, time, settings. It needs "

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jrl.program import program
 from jrl.report import compilation
 from jrl.report.display import printable, score_mark
 from jrl.report.metrics import always_zero
@@ -272,7 +273,7 @@ def _summarize_rewards(lines: Sequence[StepMetrics], folder: RunFolder) -> tuple
     line = f"held-out accuracy, {start} -> step {last['step']}: {_changes(first, last, 'accuracy')}"
     if _differ(first) or _differ(last):
         line += f"; score: {_changes(first, last, 'score')}"
-    return line, f"more:  python -m jrl.evaluate {_path(folder)} --k 8"
+    return line, f"more:  {program('evaluate')} {_path(folder)} --k 8"
 
 
 def _changes(first: StepMetrics, last: StepMetrics, quantity: str) -> str:
@@ -302,7 +303,7 @@ def _summarize_supervised(
     ]
     return (
         f"held-out conversations, start -> step {last['step']}: {', '.join(changes)}",
-        f"next:  python -m jrl.train grpo --model {shlex.quote(model)} --weights {_path(folder)} "
+        f"next:  {program('train')} grpo --model {shlex.quote(model)} --weights {_path(folder)} "
         "--task ...",
     )
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from jrl.program import program
 from jrl.report.metrics import always_zero, describe, is_rounding
 from jrl.report.plots import PANELS
 from jrl.report.suspicion import first_suspicion
@@ -277,5 +278,5 @@ def draw_or_warn(draw: Callable[[], object], warnings: FewWarnings) -> None:
         draw()
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        line = f"the report was not drawn ({reason}); python -m jrl.report RUN draws it again"
+        line = f"the report was not drawn ({reason}); {program('report')} RUN draws it again"
         warnings.warn("drawing", line)

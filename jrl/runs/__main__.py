@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     request = parse_flags(
         RunsOptions,
-        "python -m jrl.runs",
+        "runs",
         arguments,
         "Lists, verifies and prunes the checkpoints of a run.",
     )

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     request = parse_flags(
         CheckArguments,
-        "python -m jrl.tasks",
+        "tasks",
         arguments,
         "Tests a verifier or a reward for reward hacking, with answers that it should reject.",
     )

@@ -39,6 +39,7 @@ from jrl.processes.coordinator import KeyValueStore, exit_after, exit_now
 from jrl.processes.progress import begin_step, phase
 from jrl.processes.stopping import UNSUPERVISED, Stop, Supervisor
 from jrl.processes.watchdog import Watchdog, WatchdogSettings
+from jrl.program import program
 from jrl.report.display import WarmStartDisplay
 from jrl.report.evaluation import first_evaluation
 from jrl.report.exporter import RunExporter
@@ -65,7 +66,7 @@ from jrl.trainer.outputs import (
 )
 from jrl.trainer.profiler import Profiler
 from jrl.trainer.resources import Resources
-from jrl.trainer.setup.adapters import write_adapters
+from jrl.trainer.setup.adapters import write_adapters, write_card
 from jrl.trainer.setup.elastic import restart_without
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.state import TrainState, init_adapters, init_state, init_weights, restore, save
@@ -257,6 +258,7 @@ def train(
         interrupted = _interrupted(stop)
         if step < run.steps and not _is_evaluated(run, step):
             _evaluate_stopped(stage, state, folder, stop, interrupted)
+            write_card(setup, folder, step)  # with that evaluation
         outputs.warn(guard.alarms())  # since the last step: shown, but no line of metrics is left
         watchdog.close()  # loggers may take their time to send the rest
     if is_main_process():
@@ -291,7 +293,7 @@ def _evaluate_stopped(
     """Evaluates a saved policy whose run a person stopped; a machine that ends its programs gives
     them seconds. Says so if the policy is not evaluated."""
     step = int(state.step)
-    unknown = f"step {step}, the last one, was not evaluated: python -m jrl.evaluate RUN does it"
+    unknown = f"step {step}, the last one, was not evaluated: {program('evaluate')} RUN does it"
     if not interrupted:
         if is_main_process():
             print(unknown, flush=True)

@@ -18,7 +18,6 @@ from sharding.costs.hardware import HARDWARE, TPUS, Hardware, parse
 from sharding.costs.transfer import GPU_BUFFER_FACTOR
 
 PARSER = argparse.ArgumentParser(
-    prog="python -m moe.planner",
     description="Finds the fastest parallel layout of a model on a cluster. No device is needed.",
 )
 PARSER.add_argument(
@@ -163,6 +162,7 @@ def program_of(args: argparse.Namespace, hardware: Hardware) -> tuple[Method, Sy
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints the best layouts, and returns `answer`'s exit status."""
+    PARSER.prog = "jrl plan" if Path(sys.argv[0]).stem == "jrl" else "python -m moe.planner"
     args = PARSER.parse_args(join_numbers(sys.argv[1:] if arguments is None else arguments))
     return answer(lambda: _print_plans(args))
 

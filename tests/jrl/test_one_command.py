@@ -9,6 +9,7 @@ import pytest
 
 from jrl.__main__ import COMMANDS, main
 from jrl.completion import completion_script, words_of
+from jrl.program import program
 
 WRONG = "--no-such-flag"
 
@@ -24,12 +25,30 @@ def status_and_output(call, words, capsys):
 
 @pytest.mark.parametrize("words", [["--help"], [WRONG]], ids=["help", "wrong"])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_command_has_flags_and_status_of_its_module(name, words, capsys):
+def test_command_has_flags_and_status_of_its_module(name, words, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/jrl"])
     command = COMMANDS[name]
     module = import_module(command.module)
     expected = status_and_output(module.main, [*command.words, *words], capsys)
     assert status_and_output(main, [name, *words], capsys) == expected
     assert expected[0] == (0 if words == ["--help"] else 2)
+    if words == ["--help"]:
+        assert f"usage: jrl {'train' if name == 'sft' else name} " in expected[1]
+
+
+@pytest.mark.parametrize(
+    ("started", "name"),
+    [
+        ("/usr/bin/jrl", "jrl faults watch"),
+        ("site/jrl/__main__.py", "python -m jrl faults watch"),
+        ("site/jrl/faults/__main__.py", "python -m jrl.faults watch"),
+        ("/usr/bin/pytest", "python -m jrl.faults watch"),
+        ("", "python -m jrl.faults watch"),
+    ],
+)
+def test_program_is_named_as_it_was_started(started, name, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [started])
+    assert program("faults watch") == name
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -18,6 +18,7 @@ import numpy as np
 import openai
 import pytest
 from command_runs import metrics
+from peers import peer_with
 from public_packages import installed_into
 from safetensors.numpy import load_file
 from served import serving
@@ -210,16 +211,6 @@ def test_adapters_have_the_modules_that_were_named_and_are_served(place, smollm2
 def test_adapters_of_gemma3_change_what_it_says(gemma):
     (_, _, base), (_, _, adapted) = gemma
     assert adapted != base
-
-
-def peer_with(*packages: str) -> str:
-    """Python of an environment that has other libraries; if there is none, the test is skipped by
-    their names."""
-    python = os.environ.get("JRL_PEER_PYTHON", sys.executable)
-    imports = [python, "-c", f"import {', '.join(packages)}"]
-    if subprocess.run(imports, capture_output=True).returncode:
-        pytest.skip(f"{python} lacks one of {', '.join(packages)}: set JRL_PEER_PYTHON")
-    return python
 
 
 @pytest.mark.parametrize("model", ["smollm2", "gemma"])

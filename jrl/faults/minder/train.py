@@ -25,6 +25,7 @@ from jrl.faults.collect.fleet import Fleet
 from jrl.faults.collect.vocabulary import meaning
 from jrl.faults.minder import vae
 from jrl.faults.minder.embedding import prepare
+from jrl.program import program
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class TrainOptions(Training):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    options = parse_flags(TrainOptions, "python -m jrl.faults train", arguments)
+    options = parse_flags(TrainOptions, "faults train", arguments)
     check_seed(options.seed)
     if not options.records:
         raise ValueError(
@@ -77,7 +78,7 @@ def write_models(models: dict[str, vae.Weights], errors: Mapping[str, float], ou
     print(f"{out}: {len(models)} models, {Path(out).stat().st_size / 1024:.0f} KiB")
     print("mean squared error: " + ", ".join(f"{k} {v:.2e}" for k, v in errors.items()))
     file = shlex.quote(out)
-    print(f"use them: python -m jrl.faults replay RECORD --detector minder --models {file}")
+    print(f"use them: {program('faults replay')} RECORD --detector minder --models {file}")
 
 
 def train_models(

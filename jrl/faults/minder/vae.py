@@ -162,6 +162,6 @@ def load_models(path: Path | str) -> dict[str, Weights]:
     ):
         raise ValueError(
             f"models={str(path)!r} is not a file of denoising models, or is damaged: give one that "
-            "python -m jrl.faults train wrote."
+            "jrl faults train wrote."
         )
     return models

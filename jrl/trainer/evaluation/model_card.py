@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jrl.published.base_name import is_hub_name
+from jrl.published.license import license_in
 from jrl.runs.folder import RunFolder
-from jrl.runs.records import read_metrics
 
-CARD = "README.md"
 LOADING = {
     "adapters": """\
 ```python
@@ -59,23 +58,24 @@ class CardSubject:
 
 
 def model_card(folder: RunFolder, subject: CardSubject) -> str:
-    """The text of README.md: base, data, reward, recipe, steps, accuracy, versions, loading."""
+    """The text of README.md: base and its license, data, reward, recipe, steps, accuracy, versions,
+    loading."""
     config = folder.config()
-    run, path = config["run"], folder.metrics_path
-    metrics = read_metrics(path) if path.exists() else []
+    run, license = config["run"], license_in(folder.origin_path)
     base, recipe = subject.base, str(config["recipe"])
     facts = {
         "base": base or f"the preset {run['model']}, with random weights",
+        **({"license of the base": " ".join(license.values())} if license else {}),
         "data": run["task"],
         "reward": ", ".join(run.get("reward") or ()) or "that of the task",
         "recipe": recipe,
         "steps": f"{subject.step} of {run['steps']}",
         **_adapter_facts(run),
-        **_evaluations([line for line in metrics if line["step"] <= subject.step]),
+        **_evaluations([line for line in folder.metrics() if line["step"] <= subject.step]),
     }
     if recipe == "sft":
         del facts["reward"]
-    head = {"library_name": LIBRARY[subject.kind], "tags": ["jrl", recipe]}
+    head = {"library_name": LIBRARY[subject.kind], "tags": ["jrl", recipe], **license}
     if base is not None and is_hub_name(base):
         head["base_model"] = base
     lines = [f"{name}: {json.dumps(value)}" for name, value in head.items()]

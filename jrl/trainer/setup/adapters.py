@@ -10,10 +10,11 @@ from jrl.config.run import RunConfig
 from jrl.processes.agreement import RaiseInAllProcesses, is_main_process, to_host
 from jrl.published.adapters import open_adapters
 from jrl.published.base_name import base_name, note_on_base
+from jrl.published.license import CARD
 from jrl.runs import records
 from jrl.runs.folder import RunFolder
 from jrl.text.checkpoint_files import checkpoint_files, read_object
-from jrl.trainer.evaluation.model_card import CARD, CardSubject, model_card
+from jrl.trainer.evaluation.model_card import CardSubject, model_card
 from jrl.trainer.setup.setup import Setup
 from moe import placement
 from moe.adapters import select_trained
@@ -77,7 +78,7 @@ def write_adapters(setup: Setup, folder: RunFolder, policy: Transformer[Array], 
     in_order = placement.in_layer_order(to_host(adapters), setup.mesh, depth)
     with RaiseInAllProcesses():
         if is_main_process():
-            base = base_name(run.base_name, run.model, read_object(folder.model_path))
+            base = _base_of(setup, folder)
             save_adapters(
                 folder.adapters_path,
                 setup.model,
@@ -85,9 +86,20 @@ def write_adapters(setup: Setup, folder: RunFolder, policy: Transformer[Array], 
                 architecture=architecture_of(folder.model_path),
                 base=base,
             )
-            files = checkpoint_files(setup.tokenizer, folder.origin_path)
-            card = model_card(folder, CardSubject("adapters", base, step))
-            for name, content in {**files, CARD: card.encode()}.items():
+            for name, content in checkpoint_files(setup.tokenizer, folder.origin_path).items():
                 records.replace(folder.adapters_path / name, content)
+            write_card(setup, folder, step)
             if (note := note_on_base(base)) is not None:
                 print(note)
+
+
+def write_card(setup: Setup, folder: RunFolder, step: int) -> None:
+    """Writes the model card of a run's adapters, in the first process; nothing if it has none."""
+    if is_main_process() and folder.adapters_path.is_dir():
+        card = model_card(folder, CardSubject("adapters", _base_of(setup, folder), step))
+        records.replace(folder.adapters_path / CARD, card.encode())
+
+
+def _base_of(setup: Setup, folder: RunFolder) -> str:
+    """Name of the published checkpoint that the adapters are added to."""
+    return base_name(setup.run.base_name, setup.run.model, read_object(folder.model_path))

@@ -1,6 +1,7 @@
 """Settings for known models on one accelerator: by the bytes of a dry run they fit, and use it."""
 
 import json
+import re
 
 import pytest
 from chat_checkpoint import write_tokenizer
@@ -34,7 +35,7 @@ OPTIONS = ("hidden_size", "num_hidden_layers", *HEADS, "intermediate_size")
 @pytest.fixture(autouse=True)
 def no_copies_of_heads(monkeypatch):
     """XLA transposes tied heads on a CPU."""
-    monkeypatch.setattr("jrl.trainer.setup.memory.head_copy_bytes", lambda model, mesh: 0)
+    monkeypatch.setattr("jrl.trainer.setup.memory.head_copy_bytes", lambda model: 0)
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +116,26 @@ def test_the_preset_of_a_laptop_trains_adapters_on_word_problems(checkpoint):
     assert (run.task, run.lora_rank) == ("word-problems", 16)
     # One update a step: old log-probabilities of the sampler suffice.
     assert recipe.mini_batch in (None, recipe.prompts * recipe.group_size)
+
+
+@pytest.mark.parametrize(
+    ("flags", "missing"),
+    [
+        ([], "task='jsonl:gsm8k/train.jsonl': gsm8k/train.jsonl is missing"),
+        (["--task=jsonl:own.jsonl"], "held_out='gsm8k/test.jsonl': gsm8k/test.jsonl is missing"),
+        (["--task=jsonl:own.jsonl", "--held-out=own.jsonl"], None),
+    ],
+)
+def test_data_of_a_preset_that_is_missing_comes_with_its_download(
+    flags, missing, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    options = parse_arguments(["--config=preset:gsm8k", "--model=small", *flags])
+    if missing is None:
+        return options.check_data()
+    with pytest.raises(ValueError, match=f"^{re.escape(missing)}; to get it: curl .*test.jsonl$"):
+        options.check_data()
+    (tmp_path / "gsm8k").mkdir()
+    for name in ("train", "test"):
+        (tmp_path / "gsm8k" / f"{name}.jsonl").touch()
+    return options.check_data()

@@ -65,15 +65,16 @@ def test_a_host_that_cannot_be_reached_is_named(program, capfd):
     assert "error: down cannot be reached by ssh, or the connection was lost" in captured.err
 
 
-def test_a_signal_asks_all_to_save(program, capfd, tmp_path):
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_asks_all_to_save(program, capfd, tmp_path, signum, status):
     def interrupt():
         deadline = time.monotonic() + 30
         while len(list(tmp_path.glob("ready-*"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signum)
 
     threading.Thread(target=interrupt).start()
-    assert launch(program("--wait"), Hosts(("a", "b"))) == 0
+    assert launch(program("--wait"), Hosts(("a", "b"))) == status
     assert {"a: saved", "b: saved"} < set(capfd.readouterr().out.splitlines())
 
 

@@ -15,6 +15,7 @@ from jrl.published.gguf_file import GgufFile
 from jrl.published.gguf_tokenizer import tokenizer_files
 from jrl.published.gguf_vocabulary import check_vocabulary, vocabulary_metadata
 from jrl.published.gguf_writer import Description, write_gguf
+from jrl.published.license import license_in, write_license
 from jrl.text.json_tokenizer import checkpoint_tokenizer
 from moe import huggingface
 
@@ -114,6 +115,8 @@ def test_tokenizer_template_and_names_come_back(tmp_path):
     ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
     stated = json.dumps({"eos_token_id": [*ends, third]})
     (folder / "generation_config.json").write_text(stated)
+    license = {"license": "other", "license_name": "own", "license_link": "https://own.example"}
+    write_license(folder, license)
     after = come_back(folder, tmp_path)
     ours, theirs = (checkpoint_tokenizer(f, VOCAB_SIZE) for f in (folder, after))
     for text in ("Ann has 3 pens.", "  été \n\n水<|im_end|>x", "12345 it's"):
@@ -125,6 +128,7 @@ def test_tokenizer_template_and_names_come_back(tmp_path):
     assert ours.prefix == theirs.prefix and ours.special_ids == theirs.special_ids
     stated = json.loads((after / "config.json").read_text())
     assert stated["_name_or_path"] == "OWNER/base"
+    assert license_in(after) == license
     assert GgufFile.read(tmp_path / "model.gguf").metadata["general.name"] == "run"
 
 

@@ -1,19 +1,14 @@
 """GGUF files in llama.cpp: greedy tokens and their log-probabilities equal ours."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from chat_checkpoint import VOCAB_SIZE
-from jax.sharding import PartitionSpec as P
-from programs import mesh_of, on_mesh
+from network_logits import logits_of
 from test_gguf_writer import ABOUT, WRITTEN, make_checkpoint
 
 from jrl.published.gguf_writer import write_gguf
 from jrl.text.json_tokenizer import checkpoint_tokenizer
-from moe import huggingface, model
-from moe.config import Model
-from moe.placement import specs
 
 pytestmark = pytest.mark.slow
 PROMPT = "Ann has 3 pens and buys"
@@ -36,20 +31,6 @@ def completion_of(path, banned):
     answer = llama.Server(settings).handle_completions(request)
     content = answer["choices"][0]["logprobs"]["content"]
     return [each["id"] for each in content], [each["logprob"] for each in content]
-
-
-def logits_of(folder, tokens):
-    mesh = mesh_of("dp1")
-    config, weights = huggingface.load(folder, mesh)
-    network = Model(config, mesh)
-    run = on_mesh(
-        lambda w, t: model.next_token_logits(w, t, t >= 0, network)[0][None],
-        mesh,
-        (specs(network), P(mesh.dp)),
-        P(tuple(axis for axis in mesh.axes if axis not in mesh.dp), mesh.dp),
-    )
-    logits = np.asarray(run(weights, jnp.asarray([tokens])))
-    return logits.reshape(len(tokens), -1)
 
 
 @pytest.mark.parametrize("kind", WRITTEN)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from jrl.published.license import license_in, write_license
 from jrl.runs.folder import RunFolder
 from jrl.trainer.evaluation.model_card import CardSubject, model_card
 
@@ -21,7 +22,7 @@ def accuracy(step, sampled, greedy, prompts=100):
 
 
 def card(path, lines, subject, recipe="grpo", **run):
-    path.mkdir()
+    path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps({"run": RUN | run, "recipe": recipe}))
     (path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
     (path / "versions.json").write_text(json.dumps({"jax": "0.10.2"}))
@@ -65,6 +66,45 @@ def test_model_card_of_adapters_has_the_facts_of_the_run(tmp_path):
 )
 def test_model_card_without_accuracies(tmp_path, lines, fact):
     assert fact in card(tmp_path / "run", lines, CardSubject("checkpoint", HUB, 5))
+
+
+@pytest.mark.parametrize(
+    ("written", "stated"),
+    [
+        ("---\nlicense: apache-2.0\ntags: [a]\n---\n# Base\n", {"license": "apache-2.0"}),
+        (
+            "---\nlicense: other\nlicense_name: own\nlicense_link: LICENSE\n---\n",
+            {"license": "other", "license_name": "own", "license_link": "LICENSE"},
+        ),
+        *(
+            (each, {})
+            for each in ("", "# Base", "---\nlicense: [\n---\n", "---\n- a\n---\n", "---")
+        ),
+    ],
+)
+def test_model_card_has_the_license_that_the_base_states(tmp_path, written, stated):
+    origin = tmp_path / "origin"
+    origin.mkdir()
+    (origin / "README.md").write_text(written)
+    assert license_in(origin) == stated
+    copy = tmp_path / "run" / "origin"
+    copy.mkdir(parents=True)
+    write_license(copy, license_in(origin))
+    text = card(tmp_path / "run", [], CardSubject("adapters", HUB, 5))
+    (tmp_path / "README.md").write_text(text)
+    assert license_in(tmp_path) == stated
+    facts = [line for line in text.splitlines() if line.startswith("| license of the base")]
+    assert facts == ([f"| license of the base | {' '.join(stated.values())} |"] if stated else [])
+
+
+def test_model_card_has_the_evaluation_at_a_stop(tmp_path):
+    path = tmp_path / "run"
+    lines = [accuracy(0, 0.1, 0.2), line(3)]
+    card(path, lines, CardSubject("adapters", HUB, 3))
+    folder = RunFolder(path)
+    folder.write_stopped(3, {"val/accuracy/sampled": 0.5, "val/accuracy/greedy": 0.25})
+    text = model_card(folder, CardSubject("adapters", HUB, 3))
+    assert "sampled, step 0 and step 3 | 0.100 ± 0.030 (100 prompts) → 0.500 |" in text
 
 
 def test_model_card_names_no_base_model_that_is_not_on_the_hub(tmp_path):
