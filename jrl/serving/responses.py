@@ -214,15 +214,15 @@ class ResponseBuilder:
         if position.logprob is None:
             return None
         num_top = self._request.output.prompt_logprobs or 0
-        ranked = {token: rank for rank, (token, _) in enumerate(position.top_logprobs, start=1)}
-        values = dict(position.top_logprobs[:num_top]) | {position.token: position.logprob}
+        own = position.token, position.logprob, position.rank
+        top = [(*pair, rank) for rank, pair in enumerate(position.top_logprobs[:num_top], start=1)]
         return {
             str(token): {
                 "logprob": value,
-                "rank": ranked.get(token),
+                "rank": rank,
                 "decoded_token": self._token_strings.string_of(token),
             }
-            for token, value in values.items()
+            for token, value, rank in (*top, own)
         }
 
     def _token_body(self) -> dict[str, Any]:

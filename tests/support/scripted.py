@@ -62,8 +62,8 @@ class Scripted(Engine):
         }
 
     def score(self, prompts, needs_top_tokens=False):
-        """A token's log-probability is minus the sum of its id and the id before it, and the top
-        tokens are the tokens in order."""
+        """A token's log-probability is minus the sum of its id and the id before it, its rank
+        is one more than its id, and the top tokens are the tokens in order."""
         assert not self.held
         self.scored.append([len(ids) for ids in prompts])
         scores = []
@@ -74,7 +74,8 @@ class Scripted(Engine):
                 top = TopTokens(
                     np.broadcast_to(np.arange(4, 7), shape), np.broadcast_to([-1.0, -2, -3], shape)
                 )
-            scores.append(PromptScores(-(ids[1:] + ids[:-1] / 100).astype(np.float32), top))
+            logprobs = -(ids[1:] + ids[:-1] / 100).astype(np.float32)
+            scores.append(PromptScores(logprobs, ids[1:] + 1, top))
         return scores
 
     def stream(self, window):
