@@ -288,6 +288,10 @@ class ResponseBuilder:
             events += self._chunk(index, {**content, "finish_reason": delta.finish})
         return events
 
+    def error(self, error: ApiError) -> str:
+        """The last event of a stream that fails."""
+        return event(error.body)
+
     def end(self) -> str:
         """The last events of a stream."""
         if not self._request.include_usage:
