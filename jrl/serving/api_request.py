@@ -54,6 +54,8 @@ class ApiRequest:
         message ends, or the last message is continued.
       shows_reasoning: false if reasoning is left out of the response.
       tokens_only: true if the response has token ids and no text.
+      experts_start: first token of the prompt whose expert ids are returned, if the server records
+        them, with the token ids.
       repeated: arguments that a response of ``/v1/responses`` repeats; None for other responses.
     """
 
@@ -78,6 +80,7 @@ class ApiRequest:
     ending: Literal["opened", "closed", "continued"] = "opened"
     shows_reasoning: bool = True
     tokens_only: bool = False
+    experts_start: int = 0
     repeated: Mapping[str, Any] | None = None
 
     @property
@@ -173,9 +176,10 @@ def parse_response(body: Mapping[str, Any]) -> ApiRequest:
 
 def parse_generate(body: Mapping[str, Any]) -> ApiRequest:
     """Parses the body of ``/inference/v1/generate``, with errors as of `parse_completion`."""
-    request = parse_completion(completion_of(body))
+    completion, experts_start = completion_of(body)
+    request = parse_completion(completion)
     output = replace(request.output, returns_ids=True, names_ids=True)
-    return replace(request, output=output, tokens_only=True)
+    return replace(request, output=output, tokens_only=True, experts_start=experts_start)
 
 
 TEMPLATE_ARGUMENTS = (

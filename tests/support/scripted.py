@@ -35,6 +35,7 @@ class Scripted(Engine):
         self.error, self.asked, self.has_no_room = None, [], False
         self.scored = []
 
+    records_choices = False
     scores_prompts, prefill_sizes = True, [(LENGTH // 2, 1), (LENGTH, 2)]
     num_idle = property(lambda self: max(0, self.slots - len(self.sitting) - len(self.waiting)))
     num_live = property(lambda self: len(self.sitting))
@@ -97,7 +98,7 @@ class Scripted(Engine):
             if ids[-1] in self.stop_ids:
                 finish = "stop"
             written.append(
-                StreamChunk(request, ids, np.full(count, -0.5, np.float32), None, finish)
+                StreamChunk(request, 0, ids, np.full(count, -0.5, np.float32), None, finish)
             )
             if finish:
                 del self.sitting[key]

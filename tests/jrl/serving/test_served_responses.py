@@ -179,7 +179,11 @@ def test_arguments_of_a_response_are_the_chats():
         "metadata": {"a": "b"},
     }
     request = parse_response(body)
-    assert (request.max_tokens, request.rule.value, request.rule.param) == (9, schema, "text.format")
+    assert (request.max_tokens, request.rule.value, request.rule.param) == (
+        9,
+        schema,
+        "text.format",
+    )
     assert request.template_arguments == {"reasoning_effort": "low"}
     assert request.adjustments.top_k == 5
     assert request.repeated["text"] == body["text"] and request.repeated["top_p"] == 1.0
