@@ -113,6 +113,9 @@ class ServeOptions(PolicyOptions):
     warm_up: bool = True
     """Compile the programs of short requests before serving, and all others while the server is
     idle; programs are cached for the next start. Without it, a request may wait for compilation."""
+    routed_experts: bool = False
+    """Return the expert ids of each token from /inference/v1/generate, for router replay. Prompts
+    then do not share rows in a prefill."""
     seed: int = 0
     """Random seed of sampling. The same seed, with the same seed in a request, gives the same
     completion."""
@@ -240,6 +243,7 @@ def _build_service(options: ServeOptions):
         queue=options.queue,
         window=options.window,
         name=options.name,
+        routed_experts=options.routed_experts,
     )
     front = FrontEnd(
         service,
@@ -273,6 +277,7 @@ def build_service(
     queue: int,
     window: int,
     name: str | None = None,
+    routed_experts: bool = False,
 ) -> "tuple[Service, ApiModel]":
     """Builds the engine of a policy and its service; returns the service and the model in it.
 
@@ -280,6 +285,11 @@ def build_service(
       seed: of sampling.
       slots, queue, window: as of `ServeOptions`.
       name: of the model for clients; None takes the folder's name.
+      routed_experts: as of `ServeOptions`.
+
+    Raises:
+      ValueError: for a length that the network does not support, and for expert ids of a network
+        that has no experts.
     """
     import jax
 
@@ -297,11 +307,17 @@ def build_service(
             f"length={length} is more than the {positions} positions that the network supports: "
             "lower --length."
         )
+    if routed_experts and not policy.model.num_experts:
+        raise ValueError(
+            f"routed_experts=True needs experts, and {policy.name} is a dense network: leave out "
+            "--routed-experts."
+        )
     engine = policy.engine(
         slots=slots,
         max_length=length,
         key=jax.random.key(seed),
         top_logprobs=min(MAX_TOP_LOGPROBS, policy.model.num_used_ids),
+        records_choices=routed_experts,
     )
     format = policy.format
     if options.chat_template_kwargs is not None:

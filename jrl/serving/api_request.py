@@ -5,7 +5,7 @@ length_penalty of 1, is accepted; otherwise only labels, such as `user`, are ign
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from jrl.rollout.adjustments import Adjustments
@@ -19,8 +19,10 @@ from jrl.serving.api.fields import (
 )
 from jrl.serving.api.messages import messages_of
 from jrl.serving.api.output import MAX_TOP_LOGPROBS, OUTPUT_ARGUMENTS, Output, output_of
+from jrl.serving.api.response_request import chat_of, repeated_arguments
 from jrl.serving.api.sampling import SAMPLING_ARGUMENTS, sampling_parameters
 from jrl.serving.api.structured import STRUCTURED_ARGUMENTS, TextRule, text_rule
+from jrl.serving.api.tokens import completion_of
 from jrl.serving.api.tools import TOOL_ARGUMENTS, ToolUse, tools_of
 from jrl.tasks.data.conversations import Turn, checked_arguments
 from jrl.tasks.data.fields import short
@@ -52,6 +54,9 @@ class ApiRequest:
         message ends, or the last message is continued.
       shows_reasoning: false if reasoning is left out of the response.
       tokens_only: true if the response has token ids and no text.
+      experts_start: first token of the prompt whose expert ids are returned, if the server records
+        them, with the token ids.
+      repeated: arguments that a response of ``/v1/responses`` repeats; None for other responses.
     """
 
     model: str
@@ -75,6 +80,8 @@ class ApiRequest:
     ending: Literal["opened", "closed", "continued"] = "opened"
     shows_reasoning: bool = True
     tokens_only: bool = False
+    experts_start: int = 0
+    repeated: Mapping[str, Any] | None = None
 
     @property
     def chat(self) -> bool:
@@ -156,6 +163,23 @@ def parse_chat(body: Mapping[str, Any]) -> ApiRequest:
         ending=_ending(body, messages),
         shows_reasoning=body.get("include_reasoning") is None or boolean(body, "include_reasoning"),
     )
+
+
+def parse_response(body: Mapping[str, Any]) -> ApiRequest:
+    """Parses the body of ``/v1/responses``, with errors as of `parse_completion`."""
+    request = parse_chat(chat_of(body))
+    rule = request.rule
+    if rule is not None and rule.param == "response_format":
+        rule = replace(rule, param="text.format")
+    return replace(request, rule=rule, repeated=repeated_arguments(body))
+
+
+def parse_generate(body: Mapping[str, Any]) -> ApiRequest:
+    """Parses the body of ``/inference/v1/generate``, with errors as of `parse_completion`."""
+    completion, experts_start = completion_of(body)
+    request = parse_completion(completion)
+    output = replace(request.output, returns_ids=True, names_ids=True)
+    return replace(request, output=output, tokens_only=True, experts_start=experts_start)
 
 
 TEMPLATE_ARGUMENTS = (

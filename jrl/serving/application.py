@@ -6,7 +6,6 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from ipaddress import ip_address
 from typing import Any, TypeVar
@@ -27,13 +26,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jrl.processes.agreement import installed_versions
 from jrl.serving.api.fields import ApiError, boolean, one_line
 from jrl.serving.api.sampling import with_defaults
-from jrl.serving.api.tokens import completion_of, ids_to_detokenize, text_to_tokenize
-from jrl.serving.api_request import ApiRequest, check_model, parse_chat, parse_completion
+from jrl.serving.api.tokens import ids_to_detokenize, text_to_tokenize
+from jrl.serving.api_request import (
+    ApiRequest,
+    check_model,
+    parse_chat,
+    parse_completion,
+    parse_generate,
+    parse_response,
+)
 from jrl.serving.chat.page import chat_page
 from jrl.serving.grammar import Grammar
 from jrl.serving.metrics import CLIENT_GONE, Metrics
 from jrl.serving.policy import ApiModel
-from jrl.serving.responses import Event, Job, ResponseBuilder, event, fingerprint
+from jrl.serving.response_items import ItemsBuilder
+from jrl.serving.responses import Event, Job, ResponseBuilder, fingerprint
 from jrl.serving.service import Service, closing_error
 from jrl.serving.transcript import TokenStrings
 from jrl.tasks.data.fields import short
@@ -107,6 +114,7 @@ class FrontEnd:
                 "/v1/completions", self._endpoint("completions", parse_completion), methods=["POST"]
             ),
             Route("/v1/chat/completions", self._endpoint("chat", parse_chat), methods=["POST"]),
+            Route("/v1/responses", self._endpoint("responses", parse_response), methods=["POST"]),
             Route(
                 "/inference/v1/generate",
                 self._endpoint("generate", parse_generate, has_defaults=False),
@@ -236,7 +244,8 @@ class FrontEnd:
         self._service.submit(job)
         decode = self._served.decoder(request)
         echoes = [decode(prompt.tolist()) for prompt in prompts] if request.echo else []
-        answer = ResponseBuilder(request, self._token_strings, prompts, echoes)
+        builder = ResponseBuilder if request.repeated is None else ItemsBuilder
+        answer = builder(request, self._token_strings, prompts, echoes)
         return partial(self._send_answer, name, job, answer, events)
 
     def _count(self, endpoint: str, status: str) -> None:
@@ -472,13 +481,6 @@ class OwnHost:
         return True
 
 
-def parse_generate(body: Mapping[str, Any]) -> ApiRequest:
-    """Parses the body of ``/inference/v1/generate``, with errors as of `parse_completion`."""
-    request = parse_completion(completion_of(body))
-    output = replace(request.output, returns_ids=True, names_ids=True)
-    return replace(request, output=output, tokens_only=True)
-
-
 def parse_body(content: bytes) -> Mapping[str, Any]:
     """The JSON object in a body; raises ApiError for any other body."""
     try:
@@ -543,7 +545,7 @@ async def _stream(answer: ResponseBuilder, events: Events, send: Send) -> str:
             if delta is None:
                 return CLIENT_GONE
             if isinstance(delta, ApiError):
-                text, status = text + event(delta.body), str(delta.status)
+                text, status = text + answer.error(delta), str(delta.status)
                 break
             answer.append(delta)
             text += answer.chunks(delta)

@@ -79,13 +79,13 @@ def prompt_logprobs(
     position; the first token has neither."""
     detokenizer, offset, entries = Detokenizer(decode), 0, list[TokenLogprobs]()
     for index, token in enumerate(ids):
-        logprob, top = None, ()
+        logprob, rank, top = None, None, ()
         if index:
-            logprob = float(scores.logprobs[index - 1])
+            logprob, rank = float(scores.logprobs[index - 1]), int(scores.ranks[index - 1])
             if scores.top_tokens is not None:
                 position = scores.top_tokens
                 pairs = zip(position.tokens[index - 1], position.logprobs[index - 1], strict=True)
                 top = tuple((int(each), float(value)) for each, value in pairs)[:num_top]
-        entries.append(TokenLogprobs(token, logprob, top, offset))
+        entries.append(TokenLogprobs(token, logprob, top, offset, rank))
         offset += len(detokenizer.add([token]))
     return entries

@@ -3,6 +3,7 @@
 https://platform.openai.com/docs/api-reference/completions and .../chat
 """
 
+import base64
 import json
 import secrets
 import time
@@ -33,6 +34,8 @@ class ChoiceDelta:
       num_tokens: sampled so far.
       finish: "stop", "length" or "tool_calls" if it has ended, else None.
       version: of the policy that generates it.
+      experts: expert ids ``[position, layer, k]`` of prompt and completion but the last token, at
+        its end, if they are returned.
     """
 
     index: int
@@ -42,6 +45,7 @@ class ChoiceDelta:
     num_tokens: int
     finish: str | None
     version: int
+    experts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,7 @@ class ResponseBuilder:
         self._token_ids: list[list[int]] = [[] for _ in range(num_choices)]
         self._finishes: list[str | None] = [None] * num_choices
         self._tokens, self._started = [0] * num_choices, [False] * num_choices
+        self._experts: list[np.ndarray | None] = [None] * num_choices
         self._version = 0
 
     @property
@@ -158,7 +163,7 @@ class ResponseBuilder:
         self._logprobs_of_choices[index] += self._after_echo(index, delta.logprobs)
         self._tokens[index], self._finishes[index] = delta.num_tokens, delta.finish
         self._token_ids[index] += delta.token_ids
-        self._calls[index] = delta.turn.calls
+        self._calls[index], self._experts[index] = delta.turn.calls, delta.experts
 
     def _after_echo(self, index: int, logprobs: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
         """Tokens of a choice with offsets in its text, which begins with the echoed prompt."""
@@ -214,15 +219,15 @@ class ResponseBuilder:
         if position.logprob is None:
             return None
         num_top = self._request.output.prompt_logprobs or 0
-        ranked = {token: rank for rank, (token, _) in enumerate(position.top_logprobs, start=1)}
-        values = dict(position.top_logprobs[:num_top]) | {position.token: position.logprob}
+        own = position.token, position.logprob, position.rank
+        top = [(*pair, rank) for rank, pair in enumerate(position.top_logprobs[:num_top], start=1)]
         return {
             str(token): {
                 "logprob": value,
-                "rank": ranked.get(token),
+                "rank": rank,
                 "decoded_token": self._token_strings.string_of(token),
             }
-            for token, value in values.items()
+            for token, value, rank in (*top, own)
         }
 
     def _token_body(self) -> dict[str, Any]:
@@ -233,6 +238,7 @@ class ResponseBuilder:
                 "token_ids": ids,
                 "logprobs": self._chat_logprobs(self._logprobs_of_choices[index]),
                 "finish_reason": self._finishes[index],
+                "routed_experts": self._experts_entry(index),
             }
             for index, ids in enumerate(self._token_ids)
         ]
@@ -245,6 +251,16 @@ class ResponseBuilder:
             "prompt_logprobs": prompt_logprobs,
             "usage": self._usage(),
         }
+
+    def _experts_entry(self, index: int) -> dict[str, Any] | None:
+        """Expert ids of a choice as text, from the token on that the request names."""
+        experts = self._experts[index]
+        if experts is None:
+            return None
+        start = self._request.experts_start
+        rows = np.ascontiguousarray(experts[start:])
+        data = base64.b64encode(rows.tobytes()).decode()
+        return {"data": data, "shape": rows.shape, "dtype": str(rows.dtype), "start": start}
 
     def chunks(self, delta: ChoiceDelta | PromptDelta) -> str:
         """Server-sent events of a delta in a stream; `append` it first."""
@@ -287,6 +303,10 @@ class ResponseBuilder:
             content = {"delta": {}} if self._request.chat else {"text": ""}
             events += self._chunk(index, {**content, "finish_reason": delta.finish})
         return events
+
+    def error(self, error: ApiError) -> str:
+        """The last event of a stream that fails."""
+        return event(error.body)
 
     def end(self) -> str:
         """The last events of a stream."""

@@ -335,7 +335,12 @@ class Service:
                 turn = choice.turn.add(text, finish is not None)
                 finish = "tool_calls" if turn.calls else finish
             self._measure(job, choice, count, now)
+            experts = None
             if finish is not None:
+                if job.request.tokens_only and self._engine.records_choices:
+                    # The last token was not run.
+                    end = len(row.request.tokens) + transcript.num_tokens - 1
+                    experts = self._engine.expert_choices(row, end)
                 self._finish(key, finish)
             delta = ChoiceDelta(
                 choice.index,
@@ -345,6 +350,7 @@ class Service:
                 transcript.num_tokens,
                 finish,
                 self.version,
+                experts,
             )
             job.on_event(delta)
         self._engine.cancel(rows=stopped)

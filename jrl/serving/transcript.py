@@ -156,12 +156,14 @@ class TokenLogprobs:
       logprob: in the policy at temperature 1, nats; None of the first token of a prompt.
       top_logprobs: ids and log-probabilities of the top tokens at this position.
       offset: characters of the choice before it.
+      rank: of a token of a prompt by its log-probability, 1 for the most probable; else None.
     """
 
     token: int
     logprob: float | None
     top_logprobs: tuple[tuple[int, float], ...]
     offset: int
+    rank: int | None = None
 
 
 class Transcript:

@@ -35,6 +35,7 @@ class Scripted(Engine):
         self.error, self.asked, self.has_no_room = None, [], False
         self.scored = []
 
+    records_choices = False
     scores_prompts, prefill_sizes = True, [(LENGTH // 2, 1), (LENGTH, 2)]
     num_idle = property(lambda self: max(0, self.slots - len(self.sitting) - len(self.waiting)))
     num_live = property(lambda self: len(self.sitting))
@@ -62,8 +63,8 @@ class Scripted(Engine):
         }
 
     def score(self, prompts, needs_top_tokens=False):
-        """A token's log-probability is minus the sum of its id and the id before it, and the top
-        tokens are the tokens in order."""
+        """A token's log-probability is minus the sum of its id and the id before it, its rank
+        is one more than its id, and the top tokens are the tokens in order."""
         assert not self.held
         self.scored.append([len(ids) for ids in prompts])
         scores = []
@@ -74,7 +75,8 @@ class Scripted(Engine):
                 top = TopTokens(
                     np.broadcast_to(np.arange(4, 7), shape), np.broadcast_to([-1.0, -2, -3], shape)
                 )
-            scores.append(PromptScores(-(ids[1:] + ids[:-1] / 100).astype(np.float32), top))
+            logprobs = -(ids[1:] + ids[:-1] / 100).astype(np.float32)
+            scores.append(PromptScores(logprobs, ids[1:] + 1, top))
         return scores
 
     def stream(self, window):
@@ -96,7 +98,7 @@ class Scripted(Engine):
             if ids[-1] in self.stop_ids:
                 finish = "stop"
             written.append(
-                StreamChunk(request, ids, np.full(count, -0.5, np.float32), None, finish)
+                StreamChunk(request, 0, ids, np.full(count, -0.5, np.float32), None, finish)
             )
             if finish:
                 del self.sitting[key]

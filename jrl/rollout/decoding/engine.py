@@ -55,6 +55,7 @@ from jrl.rollout.decoding.slots import (
     empty_pool,
     halt,
     recent_tokens,
+    row_of,
     with_cache_length,
 )
 from jrl.rollout.decoding.split_backend import SplitBackend
@@ -332,6 +333,18 @@ class Engine:
                 scheduler.free_slot(slot)
                 self._rows_changed()
         return chunks
+
+    @property
+    def records_choices(self) -> bool:
+        """True if the expert ids of each token are recorded."""
+        return self.decoder.records_choices
+
+    def expert_choices(self, chunk: StreamChunk, end: int) -> np.ndarray:
+        """Expert ids ``[position, layer, k]`` of the first `end` tokens of a row, of which a chunk
+        was returned by the last call of `stream`."""
+        choices = self._rows_pool.rows.choices
+        assert choices is not None, "no expert ids are recorded"
+        return self.backend.to_host(row_of(choices, np.int32(chunk.slot)))[:end]
 
     @property
     def scores_prompts(self) -> bool:

@@ -258,10 +258,12 @@ class PackedScores(Generic[Leaf]):
 
     Attributes:
       logprobs: ``[row, width]`` log-probabilities in the policy at temperature 1, nats.
+      ranks: ``[row, width]`` ranks of the tokens by their log-probability, 1 for the most probable.
       top_tokens: ``[row, width, k]`` top-k tokens of each position; None if not requested.
     """
 
     logprobs: Leaf
+    ranks: Leaf
     top_tokens: TopTokens[Leaf] | None
 
 
@@ -351,7 +353,9 @@ def _score_local(
             best, ids = lax.top_k(logits, top)
             total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
             top_tokens = TopTokens(ids.astype(jnp.int32), best - total)
-        return PackedScores(logprobs_of(logits, tokens), top_tokens)
+        own = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
+        ranks = 1 + jnp.sum(logits > own, axis=-1, dtype=jnp.int32)
+        return PackedScores(logprobs_of(logits, tokens), ranks, top_tokens)
 
     chunks = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), local)
     scores = lax.map(score, chunks)

@@ -177,6 +177,7 @@ class StreamChunk:
 
     Attributes:
       request: the request.
+      slot: slot of the row, also if it has ended.
       tokens: ``[token]`` ids, including a stop token that ended it.
       logprobs: ``[token]`` log-probabilities in the policy at temperature 1, nats.
       top_tokens: top-k tokens, ``[token, k]``; None if they were not requested.
@@ -184,6 +185,7 @@ class StreamChunk:
     """
 
     request: Request
+    slot: int
     tokens: np.ndarray
     logprobs: np.ndarray
     top_tokens: TopTokens[np.ndarray] | None
@@ -214,7 +216,7 @@ def make_chunk(
         top_tokens = jax.tree.map(lambda x: np.array(x[slot, :count]), recent.top_tokens)
     if stop_ids is not None:
         finish = "stop" if tokens[-1] in stop_ids else "length"
-    return StreamChunk(request, tokens, logprobs, top_tokens, finish)
+    return StreamChunk(request, slot, tokens, logprobs, top_tokens, finish)
 
 
 def read_sampled(rows: TokenRows[np.ndarray], row: int, request: Request) -> Sampled:

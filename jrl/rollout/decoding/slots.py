@@ -495,6 +495,12 @@ def recent_tokens(
     )
 
 
+@jax.jit
+def row_of(values: Array, slot: Int[Array, ""]) -> Array:
+    """The values of one slot."""
+    return jax.lax.dynamic_index_in_dim(values, slot, keepdims=False)
+
+
 def make_output_buffer(
     rows: TokenRows[Array], size: int, sharding: NamedSharding
 ) -> TokenRows[Array]:

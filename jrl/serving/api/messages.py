@@ -1,7 +1,7 @@
 """Messages of a conversation in a request, with tool calls and their results."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jrl.serving.api.fields import invalid_argument, invalid_value
@@ -27,10 +27,11 @@ def messages_of(body: Mapping[str, Any]) -> tuple[Turn, ...]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise invalid_value("messages", messages, f"a list of {MESSAGE}")
-    return tuple(_message(f"messages[{index}]", each) for index, each in enumerate(messages))
+    return tuple(check_message(f"messages[{index}]", each) for index, each in enumerate(messages))
 
 
-def _message(path: str, message: Any) -> Turn:
+def check_message(path: str, message: Any) -> Turn:
+    """A message in the form for chat templates."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise invalid_value(path, message, MESSAGE)
     turn: dict[str, Any] = {"role": message["role"], "content": None}
@@ -59,19 +60,29 @@ def _message(path: str, message: Any) -> Turn:
     # A refusal is what the assistant said in place of a content.
     content = message.get("content") or refusal or message.get("content")
     if isinstance(content, list):
-        content = "".join(_part(f"{path}.content[{i}]", part) for i, part in enumerate(content))
+        content = content_of_parts(f"{path}.content", content)
     replaced = turn["role"] == "assistant" and any(map(turn.get, CONTENT_SUBSTITUTES))
     if not isinstance(content, str) and not (content is None and replaced):
         raise invalid_value(f"{path}.content", content, "a text, or a list of parts that are")
     return {**turn, "content": content}
 
 
-def _part(path: str, part: Any) -> str:
-    if not isinstance(part, dict) or part.get("type") not in TEXT_TYPES:
+def content_of_parts(path: str, content: Any, types: Sequence[str] = TEXT_TYPES) -> str:
+    """The text of a content, which is a text or a list of parts of these types."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise invalid_value(path, content, "a text, or a list of parts that are")
+    return "".join(_part(f"{path}[{i}]", part, types) for i, part in enumerate(content))
+
+
+def _part(path: str, part: Any, types: Sequence[str]) -> str:
+    if not isinstance(part, dict) or part.get("type") not in types:
         kind = part.get("type") if isinstance(part, dict) else part
         raise invalid_argument(
             path,
-            f'{path} is of type {short(kind)}: only {{"type": "text", "text": ...}} is supported.',
+            f'{path} is of type {short(kind)}: only {{"type": "{types[0]}", "text": ...}} is '
+            "supported.",
             "unsupported_parameter",
         )
     if not isinstance(part.get("text"), str):

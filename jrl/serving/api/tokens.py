@@ -3,20 +3,22 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jrl.serving.api.fields import boolean, invalid_argument, invalid_value, token_ids
+from jrl.serving.api.fields import boolean, integer, invalid_argument, invalid_value, token_ids
 from jrl.tasks.data.fields import short
 
 MAX_IDS = 2**20
 GENERATE_ARGUMENTS = ("model", "token_ids", "sampling_params", "cache_salt", "priority", "stream")
+EXPERTS_START = "routed_experts_prompt_start"
 COMPLETION_ONLY = ("prompt", "stream", "stream_options", "echo", "model", "response_format")
 """Arguments of completions that are no sampling parameters."""
 TOKENIZE_ARGUMENTS = ("model", "prompt", "add_special_tokens", "return_token_strs")
 DETOKENIZE_ARGUMENTS = ("model", "tokens")
 
 
-def completion_of(body: Mapping[str, Any]) -> dict[str, Any]:
+def completion_of(body: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     """The body of a completion with the token ids and sampling parameters of a request of
-    ``/inference/v1/generate``, whose names are those of completions."""
+    ``/inference/v1/generate``, whose names are those of completions; and the first token of which
+    expert ids are returned, if they are recorded."""
     _check_arguments(body, GENERATE_ARGUMENTS)
     if boolean(body, "stream"):
         raise invalid_argument("stream", "stream=true is not supported here: leave it out.")
@@ -33,8 +35,10 @@ def completion_of(body: Mapping[str, Any]) -> dict[str, Any]:
             raise invalid_argument(
                 f"sampling_params.{name}", f"sampling_params.{name} is no sampling parameter."
             )
-    ids = ids_of(body, "token_ids")
-    return {**(parameters or {}), "model": body.get("model"), "prompt": ids}
+    ids, parameters = ids_of(body, "token_ids"), dict(parameters or {})
+    start = integer(parameters, EXPERTS_START, 0, None) or 0
+    parameters.pop(EXPERTS_START, None)
+    return {**parameters, "model": body.get("model"), "prompt": ids}, start
 
 
 def text_to_tokenize(body: Mapping[str, Any]) -> tuple[str, bool, bool]:

@@ -155,7 +155,15 @@ class ServedModel:
             return ranks(self.mesh)
         return ranks(split.mesh.attention) * split.micro_batches
 
-    def engine(self, *, slots: int, max_length: int, key: Array, top_logprobs: int) -> Engine:
+    def engine(
+        self,
+        *,
+        slots: int,
+        max_length: int,
+        key: Array,
+        top_logprobs: int,
+        records_choices: bool = False,
+    ) -> Engine:
         """Builds its serving engine, without weights, as `build_engine` does."""
         model = self.model
         # On a CPU, XLA copies a layer's weights out of a scanned stack in each decode step, which
@@ -171,6 +179,7 @@ class ServedModel:
             max_length=max_length,
             key=key,
             policy=SERVING,
+            records_choices=records_choices,
             top_logprobs=top_logprobs,
         )
 

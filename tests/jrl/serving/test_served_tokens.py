@@ -139,6 +139,7 @@ def test_log_probabilities_of_a_prompt_come_by_token_id(top):
         value = entry[str(token)]
         assert value["logprob"] == pytest.approx(-(token + before / 100))
         assert value["decoded_token"] == TOKENIZER.decode([token])
+        assert value["rank"] == token + 1
         assert set(entry) >= {str(4 + rank) for rank in range(top)}
         assert len(entry) <= top + 1
 

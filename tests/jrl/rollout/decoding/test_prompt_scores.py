@@ -80,6 +80,9 @@ def test_prompts_are_scored_as_the_trainer_scores_them(layout):
         num_same += same.sum()
         np.testing.assert_allclose(of_best[same], theirs[same.any(1)], atol=CLOSE)
         assert np.all(theirs[~same.any(1)] <= of_best[~same.any(1), -1] + CLOSE)
+        position, rank = np.nonzero(same)
+        np.testing.assert_array_equal(scores.ranks[position], rank + 1)
+        assert np.all(scores.ranks[~same.any(1)] > K)
     assert num_same > 5
     plain = made.score(prompts()[:2])
     assert plain[0].top_tokens is None and plain[1].logprobs.shape == (0,)
