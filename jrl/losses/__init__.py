@@ -12,10 +12,11 @@ their shapes do not agree, a ValueError names them.
 Examples in docstrings assume ``import jax.numpy as jnp`` and the names of `jrl`.
 """
 
-from jrl.losses import advantages, diagnostics, logits, mismatch, policy
+from jrl.losses import advantages, diagnostics, distillation, logits, mismatch, policy
 from jrl.losses.advantages import *  # noqa: F403 - one list of names for each family, kept there
 from jrl.losses.coefficients import adaptive_entropy_coefficient, adaptive_kl_coefficient
 from jrl.losses.conventions import Library, conventions
+from jrl.losses.distillation import *  # noqa: F403
 from jrl.losses.divergence import KLEstimator, kl_estimate
 from jrl.losses.logits import *  # noqa: F403
 from jrl.losses.mismatch import *  # noqa: F403
@@ -30,6 +31,7 @@ __all__ += policy.__all__
 __all__ += ["ExplainedVariance", "bounded_value", "explained_variance", "value_loss"]
 __all__ += ["KLEstimator", "kl_estimate"]
 __all__ += logits.__all__
+__all__ += distillation.__all__
 __all__ += ["adaptive_entropy_coefficient", "adaptive_kl_coefficient"]
 __all__ += ["informative_groups", "overlong_filter", "overlong_penalty"]
 __all__ += mismatch.__all__
