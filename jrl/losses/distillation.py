@@ -70,8 +70,8 @@ def distillation_advantages(
     if kl is not None:
         arrays["kl"] = kl
     _, (policy, teacher, *baseline) = masked_constants(mask, **arrays)
-    gap = _bounded(policy - teacher, max_log_ratio)
-    return -coefficient * (gap - baseline[0] if baseline else gap)
+    gap = _bounded(teacher - policy, max_log_ratio)
+    return coefficient * (gap + baseline[0] if baseline else gap)
 
 
 def extrapolated_distillation_advantages(
