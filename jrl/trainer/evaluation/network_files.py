@@ -11,9 +11,10 @@ from typing import Any
 from jaxtyping import Array
 
 from jrl.config.files import run_of
-from jrl.published.location import is_checkpoint
+from jrl.config.run import RunConfig
+from jrl.published.location import download_command, is_checkpoint
 from jrl.published.network import open_checkpoint
-from jrl.recipes.base.batch import CRITIC
+from jrl.recipes.base.batch import CRITIC, TEACHER
 from jrl.recipes.base.recipe import POLICY, NetworkSpec, Recipe
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.directory import MANIFEST_NAME
@@ -104,6 +105,11 @@ def open_network(role: str, spec: NetworkSpec, tokenizer: Tokenizer) -> NetworkF
         try:
             folder = RunFolder.read(name)
         except ValueError as error:
+            if (download := download_command(name)) is not None:
+                raise ValueError(
+                    f"the {role} {name!r} is not on this machine. A model of the Hugging Face Hub "
+                    f"is downloaded first: {download}"
+                ) from error
             raise ValueError(
                 f"the weights {name!r} of the {role} are neither a run folder nor a checkpoint: "
                 f"{error}"
@@ -122,6 +128,11 @@ def open_network(role: str, spec: NetworkSpec, tokenizer: Tokenizer) -> NetworkF
 
 def check_networks(recipe: Recipe, response_length: int) -> None:
     """Checks roles, networks and the names of the state of a recipe; raises ValueError."""
+    if not recipe.uses_rewards and not recipe.uses_teacher:
+        raise ValueError(
+            f"recipe {recipe.name} learns from a teacher alone: give --teacher, a run folder or a "
+            "checkpoint, with a --teacher-coef above 0."
+        )
     networks, state = recipe.networks, recipe.init_state(response_length)
     for role, spec in networks.items():
         problem = None
@@ -132,8 +143,10 @@ def check_networks(recipe: Recipe, response_length: int) -> None:
                 f"trained={spec.trained}, and the network that is trained beside the policy is the "
                 "critic of a recipe with uses_critic"
             )
-        elif spec.layout is not None and (spec.trained or spec.weights == POLICY):
-            problem = f"layout={spec.layout!r} is for frozen networks from files: leave it out"
+        elif spec.trained or spec.weights == POLICY:
+            for name in ("layout", "dtype"):
+                if (value := getattr(spec, name)) is not None:
+                    problem = f"{name}={value!r} is for frozen networks from files: leave it out"
         if problem is not None:
             raise ValueError(f"network {role!r} of recipe {recipe.name}: {problem}.")
     conflicts = {POLICY, *RESERVED, *networks} & state.keys()
@@ -142,6 +155,33 @@ def check_networks(recipe: Recipe, response_length: int) -> None:
             f"state of recipe {recipe.name}: {', '.join(sorted(conflicts))} is the name of "
             "something else in the state of a run: choose another."
         )
+
+
+def starts_from(run: RunConfig, file: NetworkFile) -> bool:
+    """True if the policy of a run starts from the weights of a network file or, with the adapters
+    of `lora_from`, on them."""
+    source = run.checkpoint if run.weights is None else run.weights
+    return source is not None and Path(source).resolve() == file.path.resolve()
+
+
+def check_teacher_differs(
+    recipe: Recipe, run: RunConfig, files: Mapping[str, NetworkFile]
+) -> str | None:
+    """A line that says so if the policy starts from its teacher; None if it does not.
+
+    Raises:
+      ValueError: if the recipe has no other signal.
+    """
+    file = files.get(TEACHER)
+    if file is None or run.lora_from is not None or not starts_from(run, file):
+        return None
+    line = (
+        f"the teacher {recipe.teacher} is the policy that the run starts from, and reads the same "
+        "prompts: its signal is 0 at the start"
+    )
+    if not recipe.uses_rewards:
+        raise ValueError(f"{line}, and {recipe.name} has no other. Choose another --teacher.")
+    return f"{line}, and then holds the policy near it"
 
 
 def load_network_files(
