@@ -224,7 +224,7 @@ def _build(options: TrainOptions, folder: RunFolder | None = None) -> "Setup":
     from jrl.faults.collect.sampler import import_client, import_psutil
     from jrl.report import exporter
     from jrl.runs.loggers import check_installed
-    from jrl.trainer.evaluation.network_files import check_teacher_differs
+    from jrl.trainer.evaluation.network_files import notes_on_teacher
     from jrl.trainer.evaluation.saved_policy import read_model_config
     from jrl.trainer.setup.elastic import build_elastic_setup
     from moe.placement import specs
@@ -247,7 +247,7 @@ def _build(options: TrainOptions, folder: RunFolder | None = None) -> "Setup":
         # Files and layouts of the networks are read before the run has a folder; evaluations do
         # not need them.
         _ = setup.critic, setup.frozen
-        check_teacher_differs(setup.recipe, setup.run, setup.named_files)
+        notes_on_teacher(setup.recipe, setup.run, setup.named_files, setup.tokenizer)
     except BaseException:
         setup.task.close()
         raise
@@ -357,7 +357,7 @@ def _print_lengths(setup: "Setup") -> None:
     end a turn, where there are any; and the maximum completion length, where the user set none and
     answers do not tell how long reasoning is."""
     from jrl.tasks.data.files import KINDS
-    from jrl.trainer.evaluation.network_files import check_teacher_differs
+    from jrl.trainer.evaluation.network_files import notes_on_teacher
     from jrl.trainer.setup.dry_run import turn_ends
     from jrl.trainer.setup.lengths import describe_lists, response_origin
 
@@ -370,8 +370,8 @@ def _print_lengths(setup: "Setup") -> None:
         print(line)
     if (ends := turn_ends(setup)) is not None:
         print(ends)
-    line = check_teacher_differs(setup.recipe, setup.run, setup.named_files)
-    if line is not None:
+    notes = notes_on_teacher(setup.recipe, setup.run, setup.named_files, setup.tokenizer)
+    for line in notes:
         print(line)
     answers_are_results = run.checkpoint is not None or run.task.partition(":")[0] in KINDS
     if setup.rows is None and run.response_length is None and answers_are_results:

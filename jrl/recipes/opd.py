@@ -1,6 +1,8 @@
 """On-policy distillation: the student samples, and a teacher says how likely it finds each token.
 
 References:
+  Agarwal et al., "On-policy distillation of language models", 2023.
+  https://arxiv.org/abs/2306.13649
   Thinking Machines, "On-policy distillation", 2025.
   https://thinkingmachines.ai/blog/on-policy-distillation
 """

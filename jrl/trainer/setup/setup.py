@@ -303,8 +303,8 @@ class Setup:
         return Frozen(scorer, geometry.bins, from_file=file is not None)
 
     @property
-    def networks(self) -> Networks:
-        """Networks by role, the trained ones with their objectives and optimizers."""
+    def trained(self) -> dict[str, Any]:
+        """Trained networks by role, with their objectives and optimizers."""
         recipe, geometry, response = self.recipe, self.geometry, self.response_length
         layout, sizes = geometry.prompt_layout, (geometry.num_micro_batches, geometry.bins)
         policy = PolicyObjective(
@@ -314,7 +314,12 @@ class Setup:
         if (critic := self.critic) is not None:
             objective = CriticObjective(critic, self.mesh, layout, recipe, response)
             trained[CRITIC] = Network(objective, self.critic_optimizer, *sizes)
-        packs = self.run.packing
+        return trained
+
+    @property
+    def networks(self) -> Networks:
+        """Networks by role."""
+        recipe, packs = self.recipe, self.run.packing
         if packs is None:
             # With windows, most tokens of a step only provide context; most conversations are far
             # shorter than the longest.
@@ -325,8 +330,8 @@ class Setup:
             ahead = AsyncBufferSpec(
                 recipe,
                 self.run.max_staleness,
-                layout.prompt_length,
-                response,
+                self.geometry.prompt_layout.prompt_length,
+                self.response_length,
                 self.model if recipe.router_replay == "R3" else None,
                 part_names(self.task),
             )
@@ -334,7 +339,7 @@ class Setup:
             # For its sizes only: an engine allocates its pool when rows come.
             engine = self._engine(self.run.seed)
             pool = PoolSpec(engine.decoder, engine.slots, engine.max_length)
-        return Networks(trained, self.frozen, packs, ahead, pool)
+        return Networks(self.trained, self.frozen, packs, ahead, pool)
 
     @property
     def imitator(self) -> Network[PolicyObjective]:
@@ -495,6 +500,7 @@ def _task(run: RunConfig, recipe: Recipe, code: Mapping[str, bytes] | None) -> T
         code=code,
         answers=run.answers,
         unreadable_answers=run.unreadable_answers,
+        needs_rewards=recipe.uses_rewards,
     )
 
 
