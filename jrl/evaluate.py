@@ -217,8 +217,7 @@ def _diagnose(
     from jrl.trainer.evaluation.evaluate import evaluate_critic
 
     weights, step = critic
-    network = setup.networks.critic
-    assert network is not None
+    network = setup.trained["critic"]
     rollout = evaluate_critic(
         sampler,
         network,

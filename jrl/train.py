@@ -100,7 +100,8 @@ def _with_chosen_layout(options: TrainOptions) -> TrainOptions:
     single_device = replace(run.on_one_mesh(), layout="dp1", **no_rollout_layout)
     # Settings of communication are rejected on one device.
     single_device = replace(single_device, activation_wire=None, overlap_grad_reduce=False)
-    single_device_options = replace(options, run=single_device, recipe=recipe.divided(1))
+    own_layout = replace(recipe.divided(1), teacher_layout=None)
+    single_device_options = replace(options, run=single_device, recipe=own_layout)
     setup = _build(single_device_options, _open_resumed(options))
     with closing(setup.task):
         devices = jax.device_count() - (run.rollout_devices or 0)
@@ -226,6 +227,7 @@ def _build(options: TrainOptions, folder: RunFolder | None = None) -> "Setup":
     from jrl.faults.collect.sampler import import_client, import_psutil
     from jrl.report import exporter
     from jrl.runs.loggers import check_installed
+    from jrl.trainer.evaluation.network_files import notes_on_teacher
     from jrl.trainer.evaluation.saved_policy import read_model_config
     from jrl.trainer.setup.elastic import build_elastic_setup
     from moe.placement import specs
@@ -245,6 +247,10 @@ def _build(options: TrainOptions, folder: RunFolder | None = None) -> "Setup":
     try:
         setup.tokenizer.encode(setup.task.characters)
         specs(Model(setup.model, setup.mesh))
+        # Files and layouts of the networks are read before the run has a folder; evaluations do
+        # not need them.
+        _ = setup.critic, setup.frozen
+        notes_on_teacher(setup.recipe, setup.run, setup.named_files, setup.tokenizer)
     except BaseException:
         setup.task.close()
         raise
@@ -357,6 +363,7 @@ def _print_lengths(setup: "Setup") -> None:
     end a turn, where there are any; and the maximum completion length, where the user set none and
     answers do not tell how long reasoning is."""
     from jrl.tasks.data.files import KINDS
+    from jrl.trainer.evaluation.network_files import notes_on_teacher
     from jrl.trainer.setup.dry_run import turn_ends
     from jrl.trainer.setup.lengths import describe_lists, response_origin
 
@@ -369,6 +376,9 @@ def _print_lengths(setup: "Setup") -> None:
         print(line)
     if (ends := turn_ends(setup)) is not None:
         print(ends)
+    notes = notes_on_teacher(setup.recipe, setup.run, setup.named_files, setup.tokenizer)
+    for line in notes:
+        print(line)
     answers_are_results = run.checkpoint is not None or run.task.partition(":")[0] in KINDS
     if setup.rows is None and run.response_length is None and answers_are_results:
         print(f"completions of at most {length:,} tokens: {response_origin(run, length)}")

@@ -11,6 +11,7 @@ from jrl.recipes.dapo import Dapo
 from jrl.recipes.grpo import Cispo, DrGrpo, Grpo, Gspo, Maxrl, Rloo
 from jrl.recipes.grpo import GroupRelative as GroupRelative
 from jrl.recipes.hapo import Hapo
+from jrl.recipes.opd import Opd
 from jrl.recipes.ppo import ActorCritic as ActorCritic
 from jrl.recipes.ppo import Ppo
 from jrl.recipes.reinforce_plus_plus import ReinforcePlusPlus
@@ -31,5 +32,6 @@ RECIPES: dict[str, type[Recipe]] = {
     "gspo": Gspo,
     "cispo": Cispo,
     "reinforce_plus_plus": ReinforcePlusPlus,
+    "opd": Opd,
 }
 """Recipes by the name they have on the command line."""

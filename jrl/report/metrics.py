@@ -77,6 +77,13 @@ actor/redistributed | fraction | Share of tokens whose advantage was redistribut
 actor/entropy | nats | Mean over tokens of the policy's entropy.
 actor/kl_loss | nats | Mean over tokens of the estimated divergence from the reference policy,
   unweighted.
+teacher/gap | nats | Mean over tokens of the policy's log-probability minus the teacher's, one
+  sample of the reverse KL divergence for each token.
+teacher/far | fraction | Share of tokens that are at least e^5 times less likely under the teacher
+  than under the policy, over all tokens.
+teacher/agreement | fraction | Share of tokens that are the teacher's argmax, over all tokens.
+teacher/unscored | fraction | Share of responses out of the loss because their log-probabilities
+  under the teacher are not finite, over responses.
 actor/kl_coef | 1 | Weight of the divergence from the reference policy.
 actor/positive_loss | nats | Negative log-likelihood of the responses with full score, mean over
   their tokens.

@@ -111,6 +111,12 @@ PANELS = (
         (Line("actor/kl_loss", "reference", ORANGE),),
     ),
     Panel(
+        "teacher_gap",
+        "Gap to the teacher",
+        "nats per token",
+        (Line("teacher/gap", "policy minus teacher", ORANGE),),
+    ),
+    Panel(
         "clip_fraction",
         "Clip fraction",
         "share of tokens",

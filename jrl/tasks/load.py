@@ -60,6 +60,7 @@ def load_task(
     code: Mapping[str, bytes] | None = None,
     answers: str = FINAL,
     unreadable_answers: str = DROP,
+    needs_rewards: bool = True,
 ) -> Task:
     """Makes the task that `spec` names.
 
@@ -78,6 +79,8 @@ def load_task(
         `jrl.tasks.answers.verdict.RULES`.
       unreadable_answers: treatment of a file's records whose answer cannot be checked, one of
         `jrl.tasks.data.files.UNREADABLE`.
+      needs_rewards: false if a file of prompts without answers will do, whose completions are not
+        verified.
 
     Returns:
       A task; close it when it is no longer needed.
@@ -87,7 +90,8 @@ def load_task(
     """
     settings = RewardSettings() if rewards is None else rewards
     heldout = parse_heldout(held_out)
-    loader = _Loader(seed, fields, workers, heldout, settings, code, answers, unreadable_answers)
+    answered = answers, unreadable_answers, needs_rewards
+    loader = _Loader(seed, fields, workers, heldout, settings, code, *answered)
     specs = _weighted_specs(spec)
     if len(specs) == 1:
         return loader.load(spec)
@@ -158,6 +162,7 @@ class _Loader:
     code: Mapping[str, bytes] | None
     answers: str
     unreadable_answers: str
+    needs_rewards: bool
 
     def load(self, spec: str) -> Task:
         kind, _, rest = spec.partition(":")
@@ -172,6 +177,10 @@ class _Loader:
                 "custom task: leave it out."
             )
         verifies = TASK_REWARD in settings.rewards
+        if not (settings.rewards or self.needs_rewards) and kind in KINDS and rest:
+            prompts = prompts_of(kind, rest, self.seed, self.fields, self.heldout)
+            if not any(example.answer for example in prompts.examples):
+                return self._add_rewards(prompts)
         if settings.rewards and not verifies and kind in KINDS and rest:
             return self._add_rewards(prompts_of(kind, rest, self.seed, self.fields, self.heldout))
         task = self._load_library(spec)

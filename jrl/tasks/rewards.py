@@ -187,6 +187,8 @@ class Rewarded(PromptSourceTask):
         """Names of all components that a verdict can have, in order."""
         self._weights = {name: weights.get(name, 1.0) for name in names}
         highest = sum(max(weight, 0.0) for weight in self._weights.values())
+        # Of prompts that nothing rewards, no completion is known to be correct.
+        highest = highest if names else math.inf
         self._full_marks = highest if full_marks is None else full_marks
 
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:

@@ -90,8 +90,11 @@ class JsonTokenizer(Tokenizer):
 
     @cached_property
     def unused_ids(self) -> frozenset[int]:
-        used_ids = self._pipeline.get_vocab(with_added_tokens=True).values()
-        return frozenset(range(self.vocab_size)).difference(used_ids)
+        return frozenset(range(self.vocab_size)).difference(self.token_ids.values())
+
+    @property
+    def token_ids(self) -> Mapping[str, int]:
+        return self._pipeline.get_vocab(with_added_tokens=True)
 
     @property
     def named_tokens(self) -> dict[str, str]:

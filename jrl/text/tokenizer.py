@@ -144,6 +144,11 @@ class Tokenizer:
         return frozenset()
 
     @property
+    def token_ids(self) -> Mapping[str, int]:
+        """Ids of all tokens by their spelling in the vocabulary."""
+        return {self._processor.IdToPiece(i): i for i in range(self.vocab_size)}
+
+    @property
     def named_tokens(self) -> dict[str, str]:
         """Special tokens by their names in chat templates, for example "bos_token"."""
         ids = {"bos": self.bos_id, "eos": self.eos_id, "pad": self.pad_id, "unk": self.unk_id}

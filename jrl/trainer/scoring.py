@@ -235,10 +235,21 @@ class Scorer:
         """Log-probabilities, and 1 for each token that is the argmax of its distribution, 0 for the
         others, from the last hidden states `x` of packed rows."""
         x, tokens, to_rows = self._predicting_states(x, batch)
-        # At temperature 1: the argmax is the policy's, whatever the sampling parameters.
-        logprobs, _ = logprobs_and_entropy(weights, x, tokens, self.model)
+        # The argmax is that of the full policy, at any temperature.
+        temperature = self.sampling.policy_temperature
+        logprobs, _ = logprobs_and_entropy(weights, x, tokens, self.model, temperature)
         matches = is_argmax(weights, x, tokens, self.model).astype(jnp.float32)
         return to_rows(logprobs), to_rows(matches)
+
+    def outputs(
+        self, weights: Transformer[Array], x: Array, batch: Batch[Array]
+    ) -> tuple[Array, ...]:
+        """Outputs of a scoring pass from the last hidden states `x` of packed rows: critic values,
+        or log-probabilities in the full policy and in the distribution sampled from."""
+        if self.config.head == "value":
+            return (self.values(weights, x, batch),)
+        scores = self.scores(weights, x, batch)
+        return scores.logprobs, scores.behaviour_logprobs
 
     def _predicting_states(
         self, x: Float[Array, "local d_model"], batch: Batch[Array]
@@ -372,6 +383,16 @@ class Scorer:
         return vary(jnp.concatenate(rows).astype(choices_dtype(self.config.num_experts)), mesh.pp)
 
 
+@dataclass(frozen=True)
+class ArgmaxScorer(Scorer):
+    """Scorer whose passes return log-probabilities, and 1 for the tokens that are the argmax."""
+
+    def outputs(
+        self, weights: Transformer[Array], x: Array, batch: Batch[Array]
+    ) -> tuple[Array, ...]:
+        return self.logprobs_and_argmax(weights, x, batch)
+
+
 def _rows(inputs: tuple[Array, Array, Array | None]) -> Batch[Array]:
     """Rows of a pass that scores all responses, whatever their mask."""
     tokens, valid, _ = inputs
@@ -460,7 +481,7 @@ def _scoring_pass(*names: str, record_choices: bool = False) -> Pass:
 
 
 def _reading_pass(read: Callable[[Scorer, Transformer[Array], Array, Batch[Array]], Any]) -> Pass:
-    """Pass that returns what a method of the scorer reads off the last hidden states."""
+    """Pass that returns what `read` computes from the last hidden states."""
 
     def read_rows(scorer: Scorer, weights: Transformer[Array], tokens: Array, valid: Array) -> Any:
         def forward(weights, tokens, valid):
@@ -493,6 +514,9 @@ logprobs_and_argmax_of = RetryOnOverflow(_reading_pass(Scorer.logprobs_and_argma
 """Log-probabilities of all response tokens in the policy, and 1 for those that are its argmax, 0
 for the others. Takes scorer, policy, tokens, valid."""
 
+outputs_of = RetryOnOverflow(_reading_pass(lambda scorer, *args: scorer.outputs(*args)))
+"""`Scorer.outputs` of all response tokens. Takes scorer, weights, tokens, valid."""
+
 values_of = RetryOnOverflow(_reading_pass(Scorer.values))
 """Critic values of all response tokens. Takes scorer, critic, tokens, valid."""
 
@@ -500,8 +524,7 @@ values_of = RetryOnOverflow(_reading_pass(Scorer.values))
 def packed_scores(
     scorer: Scorer, weights: Transformer[Array], batch: Batch[Array], bins: int
 ) -> list[Array]:
-    """Critic values, or log-probabilities as of `logprobs_of`, of the tokens in the mask, by passes
-    over packed rows; all others get 0."""
+    """`Scorer.outputs` of the tokens in the mask, by passes over packed rows; all others get 0."""
     mesh = scorer.mesh
     # Only the arrays that the pass reads: rows move between devices on their way into bins.
     batch = Batch(batch.tokens, batch.valid, batch.mask, choices=batch.choices)
@@ -529,23 +552,15 @@ def _score_packed(
     rows: Batch[Array],
     passes: Array,
 ) -> tuple[tuple[Array, ...], Array | None]:
-    """Critic values, or log-probabilities in the full policy and in the distribution sampled
-    from."""
+    """`Scorer.outputs` of packed rows."""
     config, mesh = scorer.config, scorer.mesh
-
-    # The networks differ only in what is computed from the last states.
-    def outputs(weights: Transformer[Array], x: Array, rows: Batch[Array]) -> tuple[Array, ...]:
-        if config.head == "value":
-            return (scorer.values(weights, x, rows),)
-        scores = scorer.scores(weights, x, rows)
-        return scores.logprobs, scores.behaviour_logprobs
 
     def local(weights, rows, passes):
         # No carry: there is no gradient to sum over micro-batches.
         def score_micro_batch(_, micro_batch):
             x, router = model.run(weights, scorer.pack(micro_batch), scorer.model)
             return (), (
-                mark_replicated(outputs(weights, x, micro_batch), mesh),
+                mark_replicated(scorer.outputs(weights, x, micro_batch), mesh),
                 overflow_of(router, config),
             )
 

@@ -43,14 +43,17 @@ from jrl.trainer.learner.update import (
     statistics_of,
 )
 from jrl.trainer.scoring import (
+    ArgmaxScorer,
     logprobs_and_choices_of,
     logprobs_and_entropy_of,
     logprobs_of,
+    outputs_of,
     packed_scores,
     values_of,
 )
 from jrl.trainer.state import Randomness, TrainState, frozen_weights
 from jrl.trainer.summary import count_updates, describe, summarise
+from jrl.trainer.teacher import UNSCORED, add_teacher, check_teacher
 from jrl.trainer.token_records import TokenLogConfig, TokenRecord, token_records
 from moe.config import ModelConfig
 from moe.weights import Transformer
@@ -255,8 +258,10 @@ def prepare(
     for role, network in networks.frozen.items():
         with timed("timing_s/ref", seconds):
             weights = frozen_weights(networks, state, role)
-            logprobs = jax.block_until_ready(_score_frozen(networks, network, weights, batch))
-            batch = replace(batch, logprobs={**batch.logprobs, role: logprobs})
+            outputs = jax.block_until_ready(_score_frozen(networks, network, weights, batch))
+            batch = replace(batch, logprobs={**batch.logprobs, role: outputs[0]})
+            if isinstance(network.scorer, ArgmaxScorer):
+                batch = replace(batch, argmax={**batch.argmax, role: outputs[1]})
     if recipe.router_replay == "R3":
         _check_recorded_choices(batch, networks.policy.config)
     # The sampler's own log-probabilities are the old ones by default, which saves a pass.
@@ -267,6 +272,7 @@ def prepare(
         batch, metrics = _with_targets(recipe, batch, rescored)
         jax.block_until_ready(batch)
         metrics = {name: float(value) for name, value in to_host(metrics).items()}
+    check_teacher(recipe, metrics.get(UNSCORED, 0.0))
     return batch, metrics | seconds
 
 
@@ -290,9 +296,9 @@ def _compute_values(
 
 def _score_frozen(
     networks: Networks, network: Frozen, weights: Transformer[Array], batch: Batch[Array]
-) -> Array:
-    """Log-probabilities of the sampled tokens under a frozen network, which may have a mesh of its
-    own."""
+) -> Sequence[Array]:
+    """Outputs of the scorer of a frozen network, which may have a mesh of its own, for the sampled
+    tokens."""
     scorer = network.scorer
     # Nothing is replayed: it is another network with its own routing.
     rows = Batch(batch.tokens, batch.valid, batch.mask)
@@ -300,10 +306,10 @@ def _score_frozen(
     if has_other_mesh:
         rows = jax.device_put(rows, over_rows(scorer.mesh))
     if networks.packs and scorer.mesh.layout.pp == 1 and networks.recipe.router_replay is None:
-        logprobs, _ = packed_scores(scorer, weights, rows, network.bins)
+        outputs = packed_scores(scorer, weights, rows, network.bins)
     else:
-        logprobs, _ = logprobs_of(scorer, weights, rows.tokens, rows.valid, None)
-    return jax.device_put(logprobs, over_rows(networks.mesh)) if has_other_mesh else logprobs
+        outputs = outputs_of(scorer, weights, rows.tokens, rows.valid)
+    return jax.device_put(outputs, over_rows(networks.mesh)) if has_other_mesh else outputs
 
 
 def _check_recorded_choices(batch: Batch[Array], config: ModelConfig) -> None:
@@ -380,10 +386,13 @@ def _with_targets(
     targets = targets_of(recipe, batch)
     # Rejection comes after the advantages, so that rejected samples are still part of baselines.
     mask = sampled_mask if targets.mask is None else targets.mask
-    critic_mask = targets.critic_mask
+    advantages, critic_mask, teacher_metrics = targets.advantages, targets.critic_mask, {}
+    if (recipe.overlong_filter or recipe.uses_teacher) and targets.returns is not None:
+        # The critic is trained on completions that are truncated or that a teacher cannot score.
+        critic_mask = mask if critic_mask is None else critic_mask
+    if recipe.uses_teacher:
+        advantages, mask, teacher_metrics = add_teacher(recipe, batch, advantages, mask)
     if recipe.overlong_filter:
-        # Set before the filter: the critic is trained on truncated completions too.
-        critic_mask = mask if critic_mask is None and targets.returns is not None else critic_mask
         mask = overlong_filter(mask, required(batch.truncated))
     correction = Corrected(mask, None, {})
     if rescored is not None or recipe.correction.on:
@@ -402,14 +411,14 @@ def _with_targets(
         # Tokens outside of `mask` (truncated, or of earlier windows) were not candidates for
         # rejection, so they stay in the critic's mask.
         critic_mask = critic_mask & (correction.mask | ~mask)
-    metrics = correction.metrics
+    metrics = correction.metrics | teacher_metrics
     if recipe.uses_entropy:
         # Updates compute no log-probabilities at an adaptive temperature (`PolicyObjective`).
         metrics = metrics | mismatch_metrics(required(rescored), sampler_logprobs, sampled_mask)
     batch = replace(
         batch,
         mask=correction.mask,
-        advantages=targets.advantages,
+        advantages=advantages,
         returns=targets.returns,
         critic_mask=critic_mask,
         importance_weights=correction.importance_weights,

@@ -17,7 +17,7 @@ from sharding.folding import FoldedMesh
 from sharding.sharded_jit import jit_onto
 
 Leaf = TypeVar("Leaf")
-CRITIC, REFERENCE = "critic", "reference"
+CRITIC, REFERENCE, TEACHER = "critic", "reference", "teacher"
 """Roles of the networks that the library's recipes need beside the policy."""
 
 
@@ -50,6 +50,8 @@ class Batch(Generic[Leaf]):
       old_values: ``[batch, time]`` of the critic before the update.
       logprobs: ``[batch, time]`` of each frozen network of `Recipe.networks`, by its role, at the
         base temperature, for example ``batch.logprobs["teacher"]``.
+      argmax: ``[batch, time]`` 1 for tokens that are the argmax of such a network, 0 for others, by
+        the roles that have `NetworkSpec.argmax`.
       advantages: ``[batch, time]``.
       returns: ``[batch, time]`` targets of the critic.
       critic_mask: ``[batch, time]`` loss mask of the critic; None if it equals `mask`.
@@ -77,6 +79,7 @@ class Batch(Generic[Leaf]):
     correct: Leaf | None = None
     old_values: Leaf | None = None
     logprobs: dict[str, Leaf] = struct.field(default_factory=dict)
+    argmax: dict[str, Leaf] = struct.field(default_factory=dict)
     advantages: Leaf | None = None
     returns: Leaf | None = None
     critic_mask: Leaf | None = None

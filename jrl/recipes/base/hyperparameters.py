@@ -145,6 +145,18 @@ class Hyperparameters:
     """Weight of the KL loss towards the policy that training started from (k3 estimator); None is
     off."""
 
+    teacher: str | None = setting(None, sft=False)
+    """Teacher of on-policy distillation, a run folder or a checkpoint as in --model with the tokens
+    of the policy: advantages get how much likelier a sampled token is under it than under the
+    policy."""
+    teacher_coef: float = setting(1.0, minimum=0.0, before=0.0, sft=False)
+    """Weight of the teacher's term in the advantages; 0 is no teacher."""
+    teacher_layout: str | None = setting(None, sft=False)
+    """Layout of the teacher on as many devices as the policy, for example tp2; None is the
+    policy's."""
+    teacher_dtype: Literal["float32", "bfloat16"] | None = setting(None, sft=False)
+    """Dtype of the teacher; None is --dtype or, if that is not given, its checkpoint's own."""
+
     reward_correct: float = setting(1.0, sft=False)
     """Reward of a completion with full score."""
     reward_wrong: float = setting(0.0, sft=False)
@@ -167,6 +179,12 @@ class Hyperparameters:
                 f"group_size={self.group_size} leaves nothing to compare a completion with, and "
                 "dynamic_sampling would drop them all: choose at least 2, or leave it off."
             )
+        for name in ("teacher_layout", "teacher_dtype"):
+            if getattr(self, name) is not None and self.teacher is None:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} changes nothing without a teacher: give "
+                    "--teacher, or leave it out."
+                )
         if self.router_replay not in (None, *get_args(RouterReplay)):
             raise ValueError(
                 f"router_replay={self.router_replay!r} is neither R2 (the trainer's experts) nor "

@@ -12,14 +12,14 @@ recipe.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
 from jrl.losses import Denominators, ExplainedVariance, Mean, ppo_loss
-from jrl.recipes.base.batch import CRITIC, REFERENCE, Batch, Targets, Totals, required
+from jrl.recipes.base.batch import CRITIC, REFERENCE, TEACHER, Batch, Targets, Totals, required
 from jrl.recipes.base.hyperparameters import Hyperparameters
 from jrl.recipes.base.mismatch import Correction, Denominator, check_correction
 from jrl.recipes.base.optimizer import Optimizer
@@ -50,11 +50,15 @@ class NetworkSpec:
       trained: true for the critic, which gets a value head; false for a frozen network.
       layout: layout of a network from a file, on as many devices as the policy, for example "tp2";
         None is the layout of the policy.
+      dtype: dtype of a network from a file; None is the run's.
+      argmax: true to mark the tokens that are its argmax, in `Batch.argmax`.
     """
 
     weights: str = POLICY
     trained: bool = False
     layout: str | None = None
+    dtype: Literal["float32", "bfloat16"] | None = None
+    argmax: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,6 +154,8 @@ class Recipe(Hyperparameters):
 
     supervised: ClassVar[bool] = False
     """True if it is trained on given conversations, and samples only to show completions."""
+    uses_rewards: ClassVar[bool] = True
+    """False if the teacher's term is the only signal: rewards are reported, and may be absent."""
     uses_critic: ClassVar[bool] = False
     """True if the recipe trains a value network: `ActorCritic` has the hooks for that."""
     metrics: ClassVar[Mapping[str, str]] = {}
@@ -179,6 +185,13 @@ class Recipe(Hyperparameters):
         # After the check of the hyperparameters, as hooks compute the correction from them.
         check_correction(self.correction, self.old_logprobs)
         self._check_bounds_are_read()
+        owner = next(kind for kind in type(self).__mro__ if TEACHER in vars(kind))
+        if owner is not Hyperparameters and self.uses_teacher:
+            raise ValueError(
+                f"{owner.__name__} defines teacher, a setting of every recipe whose signal the "
+                "trainer adds to the advantages: rename the field and its network, or give "
+                "--teacher-coef 0."
+            )
 
     def _check_bounds_are_read(self) -> None:
         """Raises ValueError for a clip bound that `policy_loss` does not take."""
@@ -232,10 +245,16 @@ class Recipe(Hyperparameters):
 
     @property
     def networks(self) -> dict[str, NetworkSpec]:
-        """Networks beside the policy by their role, for example ``{**super().networks, "teacher":
-        NetworkSpec(self.teacher)}``; by default the critic and the reference model."""
+        """Networks beside the policy by their role, for example ``{**super().networks, "judge":
+        NetworkSpec(self.judge)}``; by default the critic, the reference model and the teacher."""
         roles = {CRITIC: NetworkSpec(trained=True)} if self.uses_critic else {}
-        return {**roles, REFERENCE: NetworkSpec()} if self.uses_reference else roles
+        if self.uses_reference:
+            roles[REFERENCE] = NetworkSpec()
+        if self.teacher is not None and self.uses_teacher:
+            roles[TEACHER] = NetworkSpec(
+                self.teacher, layout=self.teacher_layout, dtype=self.teacher_dtype, argmax=True
+            )
+        return roles
 
     def init_state(self, response_length: int) -> dict[str, Any]:
         """State of the algorithm before the first step, arrays or trees of them by name; it is in
@@ -297,6 +316,11 @@ class Recipe(Hyperparameters):
     def uses_reference(self) -> bool:
         """True if the initial policy is kept as the reference model of a KL term."""
         return self.kl_coef is not None
+
+    @property
+    def uses_teacher(self) -> bool:
+        """True if the trainer adds the term of a teacher to the advantages."""
+        return self.teacher is not None and self.teacher_coef > 0
 
     @property
     def value_pretraining_steps(self) -> int:

@@ -11,9 +11,10 @@ from typing import Any
 from jaxtyping import Array
 
 from jrl.config.files import run_of
-from jrl.published.location import is_checkpoint
+from jrl.config.run import RunConfig
+from jrl.published.location import download_command, is_checkpoint
 from jrl.published.network import open_checkpoint
-from jrl.recipes.base.batch import CRITIC
+from jrl.recipes.base.batch import CRITIC, TEACHER
 from jrl.recipes.base.recipe import POLICY, NetworkSpec, Recipe
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.directory import MANIFEST_NAME
@@ -39,12 +40,14 @@ class NetworkFile:
       model: network config, without adapters.
       is_run: true for a run folder, false for a published checkpoint.
       lora: adapters of the run's policy, to be merged; None for a policy without adapters.
+      stop_ids: ids that end its own completions.
     """
 
     path: Path
     model: ModelConfig
     is_run: bool
     lora: Lora | None = None
+    stop_ids: tuple[int, ...] = ()
 
     def record(self, saved: Mapping[str, Any] | None) -> dict[str, Any]:
         """Path and hash for a checkpoint; for a run folder the step of its policy too.
@@ -104,6 +107,11 @@ def open_network(role: str, spec: NetworkSpec, tokenizer: Tokenizer) -> NetworkF
         try:
             folder = RunFolder.read(name)
         except ValueError as error:
+            if (download := download_command(name)) is not None:
+                raise ValueError(
+                    f"the {role} {name!r} is not on this machine. A model of the Hugging Face Hub "
+                    f"is downloaded first: {download}"
+                ) from error
             raise ValueError(
                 f"the weights {name!r} of the {role} are neither a run folder nor a checkpoint: "
                 f"{error}"
@@ -111,17 +119,32 @@ def open_network(role: str, spec: NetworkSpec, tokenizer: Tokenizer) -> NetworkF
         run, network_tokenizer = run_of(folder), load_tokenizer(folder.tokenizer_path)
         model = read_model_config(folder) or preset(run.model, network_tokenizer.vocab_size)
         path, model = folder.path, network_of(model, run)
-    if network_tokenizer.vocabulary() != tokenizer.vocabulary():
-        raise ValueError(
-            f"the {role} in {path} has another tokenizer than the policy, so that it would score "
-            "other tokens than were sampled: choose a network with the tokenizer of the policy."
-        )
+    _check_same_tokens(role, path, network_tokenizer, tokenizer)
     plain = model.without_adapters().with_unused_ids(network_tokenizer.unused_ids)
-    return NetworkFile(path.absolute(), plain, is_run, model.lora)
+    return NetworkFile(path.absolute(), plain, is_run, model.lora, network_tokenizer.stop_ids)
+
+
+def _check_same_tokens(role: str, path: Any, network: Tokenizer, policy: Tokenizer) -> None:
+    """Raises ValueError if a token of the policy has another id in a network, or none. Padding of
+    the vocabulary, and what only the network's tokenizer has, do not matter."""
+    ids = network.token_ids
+    for token, token_id in policy.token_ids.items():
+        if ids.get(token) != token_id:
+            found = f"is {ids[token]} there" if token in ids else "is none there"
+            raise ValueError(
+                f"the {role} in {path} has another tokenizer than the policy: token {token!r}, "
+                f"id {token_id}, {found}, so that it would score other tokens than were sampled. "
+                "Choose a network with the tokens of the policy."
+            )
 
 
 def check_networks(recipe: Recipe, response_length: int) -> None:
     """Checks roles, networks and the names of the state of a recipe; raises ValueError."""
+    if not recipe.uses_rewards and not recipe.uses_teacher:
+        raise ValueError(
+            f"recipe {recipe.name} learns from a teacher alone: give --teacher, a run folder or a "
+            "checkpoint, with a --teacher-coef above 0."
+        )
     networks, state = recipe.networks, recipe.init_state(response_length)
     for role, spec in networks.items():
         problem = None
@@ -132,8 +155,10 @@ def check_networks(recipe: Recipe, response_length: int) -> None:
                 f"trained={spec.trained}, and the network that is trained beside the policy is the "
                 "critic of a recipe with uses_critic"
             )
-        elif spec.layout is not None and (spec.trained or spec.weights == POLICY):
-            problem = f"layout={spec.layout!r} is for frozen networks from files: leave it out"
+        elif spec.trained or spec.weights == POLICY:
+            for name in ("layout", "dtype"):
+                if (value := getattr(spec, name)) is not None:
+                    problem = f"{name}={value!r} is for frozen networks from files: leave it out"
         if problem is not None:
             raise ValueError(f"network {role!r} of recipe {recipe.name}: {problem}.")
     conflicts = {POLICY, *RESERVED, *networks} & state.keys()
@@ -142,6 +167,45 @@ def check_networks(recipe: Recipe, response_length: int) -> None:
             f"state of recipe {recipe.name}: {', '.join(sorted(conflicts))} is the name of "
             "something else in the state of a run: choose another."
         )
+
+
+def starts_from(run: RunConfig, file: NetworkFile) -> bool:
+    """True if the policy of a run starts from the weights of a network file or, with the adapters
+    of `lora_from`, on them."""
+    source = run.checkpoint if run.weights is None else run.weights
+    return source is not None and Path(source).resolve() == file.path.resolve()
+
+
+def notes_on_teacher(
+    recipe: Recipe, run: RunConfig, files: Mapping[str, NetworkFile], tokenizer: Tokenizer
+) -> list[str]:
+    """Lines about a teacher that is the policy itself or ends its completions otherwise.
+
+    Raises:
+      ValueError: if it is the policy, and the recipe has no other signal.
+    """
+    notes, file = list[str](), files.get(TEACHER)
+    if file is None:
+        return notes
+    if run.lora_from is None and starts_from(run, file):
+        line = (
+            f"the teacher {recipe.teacher} is the policy that the run starts from, and reads the "
+            "same prompts: its signal is 0 at the start"
+        )
+        if not recipe.uses_rewards:
+            raise ValueError(f"{line}, and {recipe.name} has no other. Choose another --teacher.")
+        notes.append(f"{line}, and then holds the policy near it")
+    if not {*file.stop_ids} & {*tokenizer.stop_ids}:
+        spelled = {token_id: token for token, token_id in tokenizer.token_ids.items()}
+        teacher_ends, policy_ends = (
+            " or ".join(spelled.get(i, f"id {i}") for i in ids)
+            for ids in (file.stop_ids, tokenizer.stop_ids)
+        )
+        notes.append(
+            f"the teacher {recipe.teacher} ends with {teacher_ends} and the policy with "
+            f"{policy_ends}: it finds every end of the policy unlikely"
+        )
+    return notes
 
 
 def load_network_files(

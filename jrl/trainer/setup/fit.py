@@ -211,7 +211,9 @@ def _refusal(setup: Setup, recipe: Recipe, needed: RunMemory, free: int) -> str:
     if chosen and memory.peak <= free:
         return f"{text}{_flags(chosen)} would do, with {_size(memory.peak)}."
     least = f" (least with smaller sizes: {_size(memory.peak)})" if chosen else ""
-    return f"{text}Try {OTHER_FLAGS}{least}."
+    loaded = [role for role, each in setup.frozen.items() if each.from_file]
+    smaller = f"a smaller {' and '.join(loaded)}, " if loaded else ""
+    return f"{text}Try {smaller}{OTHER_FLAGS}{least}."
 
 
 def _flags(sizes: Mapping[str, int]) -> str:

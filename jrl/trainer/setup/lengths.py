@@ -6,6 +6,7 @@ from jrl.config.run import RunConfig
 from jrl.tasks import Example, Task
 from jrl.tasks.data.prompt_list import PromptList
 from jrl.tasks.mixture import leave_out, lists_of, prompt_sources
+from jrl.tasks.rewards import Rewarded
 from jrl.text.conversation import reference_conversation
 from jrl.text.prompt_format import PromptFormat
 from jrl.text.tokenizer import Tokenizer
@@ -114,6 +115,8 @@ def describe_lists(task: Task, dropped: int, prompt_length: int) -> list[str]:
     ]
     fields = dict.fromkeys(name for prompts in lists_of(task) for name in prompts.prompt_fields)
     read = [f'prompts are read from the field "{name}" (--prompt-field)' for name in fields]
+    if isinstance(task, Rewarded) and not task.part_names:
+        read.append("no record has an answer: completions are not verified and count as wrong")
     return [*read, *(f"dropped {count:,} {what}" for count, what in counts if count)]
 
 

@@ -39,12 +39,7 @@ from moe.planner.memory import (
 )
 from moe.planner.method import for_weights
 from moe.router.routing import choices_dtype
-from moe.weights import (
-    Transformer,
-    cast_shapes,
-    shapes,
-    table,
-)
+from moe.weights import Transformer, cast_shapes, shapes, table
 from sharding.folding import FoldedMesh
 from sharding.schedule import Schedule
 from sharding.zero import ShardDim
@@ -71,8 +66,9 @@ def memory(setup: Setup) -> dict[str, int]:
     is split over`` for each of them, ``F`` the bytes of as many float32 numbers, and ``V`` and
     ``E`` the same for the critic:
 
-    * weights ``W``, reference model ``W``, critic ``V``; under `Execution.fsdp` their shards, and
-      ``W`` again if they are gathered for scoring; while it samples, the layers of the policy
+    * weights ``W``, reference model ``W``, critic ``V``, those of a teacher on its own layout;
+      under `Execution.fsdp` their shards, and the largest of them again, gathered for scoring;
+      while it samples, the layers of the policy
       that are not scanned, unstacked, under fsdp all weights, and on another rollout layout a copy
       sharded by that;
     * float32 masters of weights in bfloat16 (`jrl.trainer.learner.learner`), each sharded over the
@@ -113,6 +109,7 @@ def memory(setup: Setup) -> dict[str, int]:
     run, recipe, model, mesh = setup.run, setup.recipe, setup.model, setup.mesh
     geometry, fsdp, networks = setup.geometry, model.execution.fsdp, trained_networks(setup)
     trained = [each for each, _ in networks.values()]
+    frozen = [each.model for each in setup.frozen.values()]
     # Networks are updated one after the other: the larger one counts.
     gradients = max(gradient_bytes(each, shapes(each.config)) for each in trained)
     # Gradients of a micro-batch are in the dtypes of the weights; their sum, which a pipeline has
@@ -143,7 +140,7 @@ def memory(setup: Setup) -> dict[str, int]:
             if each.from_file or model.lora is None
         },
         GRADIENTS: gradients,
-        GATHERED: max(weight_bytes(each) for each in trained) if fsdp else 0,
+        GATHERED: max(map(weight_bytes, [*trained, *frozen])) if fsdp else 0,
         **rollout,
         LOGITS: logits_bytes(model, geometry, max(forward_rows(setup).values())),
         STAGE_INPUTS: stage_input_bytes(model, geometry) if mesh.layout.pp > 1 else 0,
@@ -230,7 +227,9 @@ def run_memory(setup: Setup) -> RunMemory:
     if setup.run.rollout_devices is None:
         phases = {"sampling": {**sampling, **_sampling_bytes(setup)}, **phases}
     if "scoring" in forward:
-        phases["scoring"] = gathered | _scoring_bytes(setup, forward["scoring"])
+        scored = Model(setup.model, mesh), *(each.model for each in setup.frozen.values())
+        passes = [_scoring_bytes(setup, each, forward["scoring"]) for each in scored]
+        phases["scoring"] = gathered | max(passes, key=lambda buffers: sum(buffers.values()))
     if "warm start" in forward:
         warm_start = replace(setup, model=setup.model.without_adapters())
         imitator = Model(warm_start.model, mesh)
@@ -294,32 +293,34 @@ def _pass_tokens(geometry: Geometry, local_rows: int, shares_prompts: bool = Tru
     return geometry.num_tokens(*sections) // mesh.size(mesh.sequence)
 
 
-def _layer_bytes(setup: Setup, tokens: int, rows: int) -> int:
-    """Temporary buffers of the layers on one device in a pass without gradients.
+def _layer_bytes(setup: Setup, model: Model, tokens: int, rows: int) -> int:
+    """Temporary buffers of the layers of a network on one device in a pass without gradients.
 
     Args:
       tokens: on the device.
       rows: sequences that these tokens belong to.
     """
-    sizes, layout, batch, method = planner_args(setup.model, setup.geometry, setup.run)
+    geometry = replace(setup.geometry, mesh=model.mesh)
+    sizes, layout, batch, method = planner_args(model.config, geometry, setup.run)
     batch = replace(batch, micro_rows=rows, micro_tokens=tokens)
     values = activation_bytes(sizes, layout, tokens, method, "none")
     scores = working_score_bytes(sizes, layout, batch, method)
     return round(values + scores * NUM_SAVED_SCORES / NUM_WORKING_SCORES)
 
 
-def _scoring_bytes(setup: Setup, rows: int) -> dict[str, int]:
-    """Temporary buffers of a scoring pass on one device, rows on all devices."""
-    local_rows = -(-rows // setup.mesh.size(setup.mesh.dp))
-    tokens = _pass_tokens(setup.geometry, local_rows)
-    logits = logits_bytes(setup.model, setup.geometry, rows)
-    copy = head_copy_bytes(Model(setup.model, setup.mesh))
-    return {LOGITS: 2 * logits + copy, WORKSPACE: _layer_bytes(setup, tokens, local_rows)}
+def _scoring_bytes(setup: Setup, model: Model, rows: int) -> dict[str, int]:
+    """Temporary buffers of a network's scoring pass on one device, rows on all devices."""
+    geometry = replace(setup.geometry, mesh=model.mesh)
+    local_rows = -(-rows // model.mesh.size(model.mesh.dp))
+    tokens = _pass_tokens(geometry, local_rows)
+    logits = 2 * logits_bytes(model.config, geometry, rows) + head_copy_bytes(model)
+    return {LOGITS: logits, WORKSPACE: _layer_bytes(setup, model, tokens, local_rows)}
 
 
 def _sampling_bytes(setup: Setup) -> dict[str, int]:
     """Temporary buffers of a prefill and of a decoding step on one device."""
     model, mesh = setup.model.without_adapters(), setup.rollout_mesh
+    policy = Model(setup.model, setup.mesh)
     dp, tp = mesh.size(mesh.dp), mesh.size(mesh.tp)
     slots = setup.geometry.slots(setup.run.slots)
     # Logits, their noise and their probabilities, of rows that are sharded over tp.
@@ -328,7 +329,7 @@ def _sampling_bytes(setup: Setup) -> dict[str, int]:
     rows = max(1, min(prompts, ROLLOUTS.prefill_tokens // max(setup.prompt_length, 1)))
     tokens = -(-rows * setup.prompt_length // tp)
     cache = cache_bytes(Model(model, mesh), rows * dp, setup.prompt_length)
-    return {"decoding and prefill": max(step, cache + _layer_bytes(setup, tokens, rows))}
+    return {"decoding and prefill": max(step, cache + _layer_bytes(setup, policy, tokens, rows))}
 
 
 def _checkpoint_bytes(setup: Setup) -> int:

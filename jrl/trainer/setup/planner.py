@@ -162,6 +162,7 @@ def with_layout(setup: Setup, recipe: Recipe, layout: Layout) -> Setup:
     new_setup.geometry.check()
     new_setup.geometry.slots(run.slots)
     check_overlaps(Model(new_setup.model, mesh), *new_setup.geometry.overlap_units(run.packing))
+    _ = new_setup.frozen  # their own layouts, and their weights on this one
     return new_setup
 
 

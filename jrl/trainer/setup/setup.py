@@ -47,10 +47,15 @@ from jrl.text.prompt_format import (
     with_template,
 )
 from jrl.text.tokenizer import Tokenizer
-from jrl.trainer.evaluation.network_files import NetworkFile, check_networks, open_network
+from jrl.trainer.evaluation.network_files import (
+    NetworkFile,
+    check_networks,
+    open_network,
+    starts_from,
+)
 from jrl.trainer.learner.networks import Frozen, Networks, PoolSpec
 from jrl.trainer.learner.update import CriticObjective, Network, PolicyObjective
-from jrl.trainer.scoring import PromptLayout, Scorer
+from jrl.trainer.scoring import ArgmaxScorer, PromptLayout, Scorer
 from jrl.trainer.setup.chat_rows import ChatRows, chat_rows, sampled_lengths
 from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.lengths import check_answers, fit_prompts, response_length
@@ -231,13 +236,27 @@ class Setup:
         )
 
     @cached_property
-    def network_files(self) -> dict[str, NetworkFile]:
-        """Files of networks that do not begin as the policy, by role."""
+    def named_files(self) -> dict[str, NetworkFile]:
+        """Files that the recipe names for its networks, by role."""
         return {
             role: open_network(role, spec, self.tokenizer)
             for role, spec in self.recipe.networks.items()
             if spec.weights != POLICY
         }
+
+    @property
+    def network_files(self) -> dict[str, NetworkFile]:
+        """Files of networks that do not begin as the policy, by role."""
+        return {
+            role: file
+            for role, file in self.named_files.items()
+            if not self._is_base(self.recipe.networks[role], file)
+        }
+
+    def _is_base(self, spec: NetworkSpec, file: NetworkFile) -> bool:
+        """True if the policy keeps the weights of a network file as the base of its adapters."""
+        is_as_base = not spec.trained and spec.layout is None and spec.dtype is None
+        return self.model.lora is not None and is_as_base and starts_from(self.run, file)
 
     @property
     def critic(self) -> ModelConfig | None:
@@ -268,7 +287,8 @@ class Setup:
             geometry = replace(geometry, mesh=mesh, layout=f"layout {spec.layout!r} of the {role}")
             geometry.check()
         if file is not None:
-            config = frozen_network_of(file.model, self.run, geometry.mesh)
+            run = self.run if spec.dtype is None else replace(self.run, dtype=spec.dtype)
+            config = frozen_network_of(file.model, run, geometry.mesh)
             length = self.prompt_length + self.response_length
             if config.max_positions is not None and config.max_positions < length:
                 raise ValueError(
@@ -278,12 +298,13 @@ class Setup:
                 )
         # Of the whole policy at its temperature, whatever the sampler leaves out.
         sampling = Sampling(sampling_of(self.recipe).policy_temperature)
-        scorer = Scorer(config, geometry.mesh, geometry.prompt_layout, sampling=sampling)
+        kind = ArgmaxScorer if spec.argmax else Scorer
+        scorer = kind(config, geometry.mesh, geometry.prompt_layout, sampling=sampling)
         return Frozen(scorer, geometry.bins, from_file=file is not None)
 
     @property
-    def networks(self) -> Networks:
-        """Networks by role, the trained ones with their objectives and optimizers."""
+    def trained(self) -> dict[str, Any]:
+        """Trained networks by role, with their objectives and optimizers."""
         recipe, geometry, response = self.recipe, self.geometry, self.response_length
         layout, sizes = geometry.prompt_layout, (geometry.num_micro_batches, geometry.bins)
         policy = PolicyObjective(
@@ -293,7 +314,12 @@ class Setup:
         if (critic := self.critic) is not None:
             objective = CriticObjective(critic, self.mesh, layout, recipe, response)
             trained[CRITIC] = Network(objective, self.critic_optimizer, *sizes)
-        packs = self.run.packing
+        return trained
+
+    @property
+    def networks(self) -> Networks:
+        """Networks by role."""
+        recipe, packs = self.recipe, self.run.packing
         if packs is None:
             # With windows, most tokens of a step only provide context; most conversations are far
             # shorter than the longest.
@@ -304,8 +330,8 @@ class Setup:
             ahead = AsyncBufferSpec(
                 recipe,
                 self.run.max_staleness,
-                layout.prompt_length,
-                response,
+                self.geometry.prompt_layout.prompt_length,
+                self.response_length,
                 self.model if recipe.router_replay == "R3" else None,
                 part_names(self.task),
             )
@@ -313,7 +339,7 @@ class Setup:
             # For its sizes only: an engine allocates its pool when rows come.
             engine = self._engine(self.run.seed)
             pool = PoolSpec(engine.decoder, engine.slots, engine.max_length)
-        return Networks(trained, self.frozen, packs, ahead, pool)
+        return Networks(self.trained, self.frozen, packs, ahead, pool)
 
     @property
     def imitator(self) -> Network[PolicyObjective]:
@@ -474,6 +500,7 @@ def _task(run: RunConfig, recipe: Recipe, code: Mapping[str, bytes] | None) -> T
         code=code,
         answers=run.answers,
         unreadable_answers=run.unreadable_answers,
+        needs_rewards=recipe.uses_rewards,
     )
 
 
@@ -563,5 +590,3 @@ def _check_fits(setup: Setup) -> None:
             "without pp."
         )
     check_networks(setup.recipe, setup.response_length)
-    # Files and layouts of the networks are read before the run has a folder.
-    _ = setup.critic, setup.frozen

@@ -1,8 +1,11 @@
-"""A recipe of one file with a network of another width, whose log-probabilities it receives."""
+"""A teacher and other networks from files: scores, settings that are refused, resumed runs."""
 
+import re
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,23 +16,31 @@ from small_runs import metrics_of
 
 from jrl.config.files import run_of
 from jrl.config.run import RunConfig
-from jrl.recipes import Grpo, NetworkSpec
+from jrl.recipes import RECIPES, Grpo, NetworkSpec
 from jrl.recipes.base.batch import Batch, over_rows
 from jrl.recipes.load import load_recipe
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import read_object
+from jrl.text.tokenizer import Tokenizer
 from jrl.train import main
-from jrl.trainer.evaluation.network_files import check_networks, load_network_files
+from jrl.trainer.evaluation.network_files import (
+    NetworkFile,
+    _check_same_tokens,
+    check_networks,
+    load_network_files,
+    notes_on_teacher,
+)
 from jrl.trainer.evaluation.saved_policy import load_model
 from jrl.trainer.setup.network import network_of
 from jrl.trainer.setup.setup import build_setup
-from jrl.trainer.step import _score_frozen
+from jrl.trainer.step import _score_frozen, _with_targets
+from jrl.trainer.teacher import TeacherFailed, add_teacher, check_teacher
 from moe.config import Model, preset
 from moe.model import next_token_logits
 
 PAGE = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text()
-DISTILL = PAGE.split('```python title="distill.py"\n')[1].split("```")[0]
+BEYOND = PAGE.split('```python title="beyond.py"\n')[1].split("```")[0]
 """The recipe as the page has it."""
 SIZES = [
     *("--task", "sort", "--prompts", "4", "--group-size", "2"),
@@ -44,37 +55,62 @@ def teacher(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["dp1", "dp2"])
-def test_a_teacher_of_another_width_scores_and_resumes(tmp_path, teacher, layout):
-    (tmp_path / "own.py").write_text(DISTILL)
-    options = ["--recipe", f"{tmp_path}/own.py:Distill", *SIZES, "--model", "tiny-dense"]
-    options += ["--teacher", str(teacher), "--layout", layout, "--checkpoint-every", "1"]
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    assert main([*options, "--steps", "2", "--run-dir", str(straight)]) == 0
-    shutil.copytree(straight, stopped)
+def _resumed(folder):
+    """Copy of a run that was killed after its first step, resumed."""
+    stopped = folder.with_name("stopped")
+    shutil.copytree(folder, stopped)
     Checkpoints(stopped / "checkpoints").drop_after(1)
     assert main(["--resume", "--run-dir", str(stopped)]) == 0
-    assert metrics_of(stopped) == metrics_of(straight)
-    # An advantage per token, with no reward in it; the checkpoint has a path and a hash.
-    advantages = [line for line in metrics_of(straight) if "critic/advantages/max" in line]
-    assert all(
-        line["critic/advantages/max"] != line["critic/advantages/min"] for line in advantages
-    )
-    checkpoints = Checkpoints(straight / "checkpoints")
-    record = checkpoints.meta(2)["networks"]["teacher"]
-    assert record["path"] == str(teacher) and record["step"] == 1 and len(record["sha256"]) == 64
-    tree = read_object(straight / "checkpoints/2/tree/metadata", "")
-    assert not [name for name in tree if "teacher" in name]
+    return stopped
 
 
 @pytest.mark.slow
-def test_logprobs_of_a_teacher_equal_its_own_network(tmp_path, teacher):
+@pytest.mark.parametrize(
+    ("role", "options"),
+    [
+        ("expert", ["--recipe", "FILE:Beyond"]),
+        ("teacher", ["opd", "--layout", "dp2", "--group-size", "1"]),
+        ("teacher", ["opd", "--layout", "tp2", "--teacher-layout", "dp2", "--lora-rank", "2"]),
+        ("teacher", ["opd", "--layout", "pp2", "--teacher-dtype", "bfloat16"]),
+        ("teacher", ["tppo", "--window", "5", "--teacher-coef", "0.5"]),
+        ("teacher", ["grpo", "--max-staleness", "1", "--packing", "True"]),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, list) else each,
+)
+def test_run_with_network_of_another_width_resumes(tmp_path, teacher, role, options):
+    (tmp_path / "own.py").write_text(BEYOND)
+    options = [word.replace("FILE", f"{tmp_path}/own.py") for word in options]
+    options = [*options, *SIZES[:4], *SIZES[6:], "--model", "tiny-dense", f"--{role}", str(teacher)]
+    options += [] if "--group-size" in options else ["--group-size", "2"]
+    straight = tmp_path / "straight"
+    options += ["--checkpoint-every", "1", "--steps", "2", "--run-dir", str(straight)]
+    assert main(options) == 0
+    assert metrics_of(_resumed(straight)) == metrics_of(straight)
+    # An advantage per token; the checkpoint has a path and a hash.
+    for line in metrics_of(straight)[1:]:
+        assert line["critic/advantages/max"] != line["critic/advantages/min"]
+        assert role != "teacher" or (line["teacher/gap"] != 0 and line["teacher/unscored"] == 0)
+    checkpoints = Checkpoints(straight / "checkpoints")
+    record = checkpoints.meta(2)["networks"][role]
+    assert record["path"] == str(teacher) and record["step"] == 1 and len(record["sha256"]) == 64
+    tree = read_object(straight / "checkpoints/2/tree/metadata", "")
+    assert not [name for name in tree if role in name]
+
+
+@pytest.mark.slow
+def test_teacher_coef_of_0_is_no_teacher(tmp_path, teacher):
+    plain, zero = tmp_path / "plain", tmp_path / "zero"
+    options = ["grpo", *SIZES, "--model", "tiny-dense", "--steps", "2"]
+    assert main([*options, "--run-dir", str(plain)]) == 0
+    options += ["--teacher", str(teacher), "--teacher-coef", "0"]
+    assert main([*options, "--run-dir", str(zero)]) == 0
+    assert metrics_of(zero) == metrics_of(plain)
+
+
+@pytest.mark.slow
+def test_logprobs_of_a_teacher_equal_its_own_network(teacher):
     """Of every sampled token, by the network and the weights of the teacher's run."""
-    (tmp_path / "own.py").write_text(DISTILL)
-    recipe = load_recipe(f"{tmp_path}/own.py:Distill")(
-        teacher=str(teacher), prompts=2, group_size=2
-    )
+    recipe = RECIPES["opd"](teacher=str(teacher), prompts=2, group_size=2)
     run = RunConfig(task="sort", model="tiny-dense", warm_start_steps=0, eval_prompts=4)
     setup = build_setup(run, recipe)
     tokens = np.random.default_rng(0).integers(0, setup.tokenizer.vocab_size, (4, 24), np.int32)
@@ -89,7 +125,7 @@ def test_logprobs_of_a_teacher_equal_its_own_network(tmp_path, teacher):
     batch = jax.device_put(Batch(tokens, valid, mask), over_rows(setup.mesh))
     loaded, _ = load_network_files(setup.networks, setup.network_files)
     network = setup.networks.frozen["teacher"]
-    result = _score_frozen(setup.networks, network, loaded["teacher"], batch)
+    result, argmax = _score_frozen(setup.networks, network, loaded["teacher"], batch)
 
     folder = RunFolder.read(teacher)
     config = network_of(preset("small", setup.tokenizer.vocab_size), run_of(folder))
@@ -102,6 +138,8 @@ def test_logprobs_of_a_teacher_equal_its_own_network(tmp_path, teacher):
     )
     assert config.d_model != setup.model.d_model
     expected = logits(weights, tokens, valid).reshape(4, 24, -1)
+    is_best = tokens[:, 1:] == np.argmax(expected[:, :-1], axis=-1)
+    np.testing.assert_array_equal(np.asarray(argmax)[:, 1:][mask[:, 1:]], is_best[mask[:, 1:]])
     expected = jax.nn.log_softmax(expected[:, :-1])
     expected = np.take_along_axis(np.asarray(expected), tokens[:, 1:, None], -1)[..., 0]
     difference = (np.asarray(result)[:, 1:] - expected)[mask[:, 1:]]
@@ -113,7 +151,8 @@ def test_logprobs_of_a_teacher_equal_its_own_network(tmp_path, teacher):
     [
         ("policy", NetworkSpec("x"), "the role is taken"),
         ("judge", NetworkSpec("x", trained=True), "critic of a recipe with uses_critic"),
-        ("judge", NetworkSpec(layout="tp2"), "is for frozen networks from files"),
+        ("judge", NetworkSpec(layout="tp2"), "layout='tp2' is for frozen networks from files"),
+        ("judge", NetworkSpec(dtype="float32"), "dtype='float32' is for frozen networks"),
     ],
 )
 def test_networks_that_cannot_be_are_refused(role, spec, message):
@@ -132,3 +171,134 @@ def test_former_hooks_are_refused(tmp_path):
     (tmp_path / "own.py").write_text(source)
     with pytest.raises(ValueError, match=r"Own defines entropy_statistics.*write update_state"):
         load_recipe(f"{tmp_path}/own.py:Own")()
+
+
+TIME, PROMPT = 6, 2
+MASK = (np.arange(TIME) >= PROMPT) & (np.arange(TIME) < np.array([[6], [5], [2]]))
+
+
+def _scored(*rows):
+    """Batch of three responses, the last of them empty, of which a policy finds every token equally
+    likely."""
+    teacher = np.where(MASK, np.array(rows, np.float32)[:, None], np.nan).astype(np.float32)
+    policy = np.full(MASK.shape, -2.0, np.float32)
+    return Batch(
+        np.zeros(MASK.shape, np.int32),
+        MASK,
+        MASK,
+        old_logprobs=policy,
+        logprobs={"teacher": teacher},
+        argmax={"teacher": np.where(np.arange(TIME) == PROMPT, 1.0, 0.0) * MASK},
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "terms", "metrics"),
+    [
+        ((-2.0, -2.0), (0.0, 0.0), {"gap": 0.0, "far": 0.0, "agreement": 2 / 7, "unscored": 0.0}),
+        ((-1.0, -8.0), (0.5, -3.0), {"gap": 2.0, "far": 3 / 7, "agreement": 2 / 7}),
+        ((-1.0, -np.inf), (0.5, None), {"gap": -1.0, "agreement": 1 / 4, "unscored": 0.5}),
+        ((np.nan, -1.0), (None, 0.5), {"gap": -1.0, "agreement": 1 / 3, "unscored": 0.5}),
+    ],
+)
+def test_add_teacher_adds_its_signal_to_rows_that_it_scores(rows, terms, metrics):
+    recipe, before = Grpo(teacher="x", teacher_coef=0.5), np.full(MASK.shape, 7.0, np.float32)
+    found = add_teacher(recipe, _scored(*rows, 0.0), before, MASK)
+    scored = np.array([[term is not None] for term in (*terms, 0.0)])
+    expected = np.array([[term or 0.0] for term in (*terms, 0.0)])
+    np.testing.assert_array_equal(found[0], np.where(MASK, before + expected, before))
+    np.testing.assert_array_equal(found[1], MASK & scored)
+    assert {name: float(found[2][f"teacher/{name}"]) for name in metrics} == pytest.approx(metrics)
+
+
+def test_teacher_that_scores_no_row_ends_the_run():
+    recipe = RECIPES["opd"](teacher="runs/broken")
+    _, _, metrics = add_teacher(recipe, _scored(np.nan, np.nan, 0.0), np.zeros(MASK.shape), MASK)
+    with pytest.raises(TeacherFailed, match=r"runs/broken .*--teacher-dtype float32"):
+        check_teacher(recipe, float(metrics["teacher/unscored"]))
+
+
+def test_critic_learns_from_responses_that_the_teacher_cannot_score():
+    given = replace(
+        _scored(np.nan, -1.0, 0.0),
+        behaviour_logprobs=np.full(MASK.shape, -2.0, np.float32),
+        rewards=np.ones(3, np.float32),
+        lengths=MASK.sum(1).astype(np.int32),
+        old_values=np.zeros(MASK.shape, np.float32),
+        groups=np.arange(3, dtype=np.int32),
+    )
+    batch, _ = _with_targets(RECIPES["ppo"](teacher="x"), given, None)
+    np.testing.assert_array_equal(batch.mask.any(axis=1), [False, True, False])
+    np.testing.assert_array_equal(batch.critic_mask, MASK)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ({"a": 0, "b": 1}, None),
+        ({"a": 0, "b": 1, "<think>": 7}, None),
+        ({"a": 1, "b": 0}, "token 'a', id 0, is 1 there"),
+        ({"a": 0}, "token 'b', id 1, is none there"),
+    ],
+)
+def test_network_with_other_tokens_is_refused(ids, message):
+    network, policy = SimpleNamespace(token_ids=ids), SimpleNamespace(token_ids={"a": 0, "b": 1})
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        _check_same_tokens("teacher", "runs/other", network, policy)
+
+
+def test_token_ids_are_the_ids_of_encode():
+    tokenizer = Tokenizer.train_characters("0123=")
+    assert tokenizer.encode("30=") == [tokenizer.token_ids[each] for each in "30="]
+    assert len(tokenizer.token_ids) == tokenizer.vocab_size
+    assert tokenizer.special_tokens.items() <= tokenizer.token_ids.items()
+
+
+def _notes(recipe, run, **changes):
+    tokenizer = Tokenizer.train_characters("0123=")
+    fields = {"path": Path("runs/a").absolute(), "is_run": True, "stop_ids": (tokenizer.eos_id,)}
+    file = NetworkFile(model=preset("tiny", tokenizer.vocab_size), **{**fields, **changes})
+    return notes_on_teacher(recipe, run, {"teacher": file}, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("run", "changes", "expected"),
+    [
+        ({"weights": "runs/b"}, {}, []),
+        ({}, {}, []),
+        ({"weights": "runs/../runs/a"}, {}, ["its signal is 0 at the start"]),
+        ({}, {"stop_ids": (5, 6)}, [r"ends with \d or \d and the policy with </s>"]),
+    ],
+)
+def test_notes_on_teacher(run, changes, expected):
+    found = _notes(Grpo(teacher="runs/a"), RunConfig(**run), **changes)
+    assert len(found) == len(expected)
+    assert all(re.search(part, line) for part, line in zip(expected, found, strict=True))
+
+
+def test_opd_from_its_own_teacher_is_refused():
+    with pytest.raises(ValueError, match=r"signal is 0 at the start, and opd has no other"):
+        _notes(RECIPES["opd"](teacher="runs/a"), RunConfig(weights="runs/a"))
+
+
+def test_opd_without_a_teacher_is_refused():
+    for recipe in (RECIPES["opd"](), RECIPES["opd"](teacher="runs/a", teacher_coef=0.0)):
+        with pytest.raises(ValueError, match="opd learns from a teacher alone: give --teacher"):
+            check_networks(recipe, 8)
+
+
+@pytest.mark.parametrize("setting", [{"teacher_layout": "tp2"}, {"teacher_dtype": "bfloat16"}])
+def test_settings_of_no_teacher_are_refused(setting):
+    with pytest.raises(ValueError, match="changes nothing without a teacher: give --teacher"):
+        Grpo(**setting)
+
+
+def test_recipe_that_defines_a_teacher_of_its_own_is_refused(tmp_path):
+    source = "from dataclasses import dataclass\nfrom jrl.recipes import Grpo\n"
+    source += '@dataclass(frozen=True)\nclass Own(Grpo):\n    teacher: str = "runs/a"\n'
+    (tmp_path / "own.py").write_text(source)
+    kind = load_recipe(f"{tmp_path}/own.py:Own")
+    with pytest.raises(ValueError, match=r"Own defines teacher, a setting of every recipe"):
+        kind()
+    # As in a run folder that was written before.
+    assert "teacher" not in kind(teacher_coef=0.0).networks
