@@ -1,5 +1,5 @@
 """KV cache: its buffers (and recurrent states), updated in place, and the core attention of a step
-of decoding over it, one token per row."""
+of decoding over it, one token per row, or some tokens of one row."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -125,28 +125,30 @@ def index_layer(buffer: Array, stack_index: tuple[Array, ...]) -> Array:
 
 
 class StepTokens(NamedTuple):
-    """Tokens of a decode step, one of each row.
+    """Tokens of a decode step, one of each row; or tokens of one row, in their order.
 
     Attributes:
       tokens: ``[row]`` ids.
       positions: ``[row]`` position of each in its row, from 0.
       live: ``[row]`` true for rows that are being decoded; results of the others are undefined.
+      row: ``[]`` row of the cache that all tokens belong to; None if each has its own.
     """
 
     tokens: Int[Array, "row"]
     positions: Int[Array, "row"]
     live: Bool[Array, "row"]
+    row: Int[Array, ""] | None = None
 
 
 class StepCore:
-    """Core attention of one token per row, which is written into the layer's cache first.
+    """Core attention of the tokens of a step, which are written into the layer's cache first.
 
     Args:
       buffers: keys and values of the layer, or of the stack that it is in, in the layout of
         `moe.cache.Cache`; latent vectors alone if it has those (MLA).
       inputs: the tokens; nothing is written for rows that are not live.
       stack_index: index of the layer in a buffer with layers in front.
-      first: row of the buffers that the first token belongs to.
+      first: row of the buffers that the first token belongs to, if each has its own.
       num_positions: number of positions that are read, None for all; every live row must be within
         them.
 
@@ -169,16 +171,22 @@ class StepCore:
     ):
         config = model.config
         self._config = config
-        self._name = selected_implementation(model, "decode_attention")
+        # The kernels have a query of each row.
+        is_one_row = inputs.row is not None
+        self._name = None if is_one_row else selected_implementation(model, "decode_attention")
         check_decode_kernel(config)
         positions, live = inputs.positions, inputs.live
+        num_tokens = positions.shape[0]
         self.buffers: tuple[Array, ...] = buffers
-        self._stack_index, self._first = stack_index, first
+        self._stack_index, self._first = stack_index, inputs.row if is_one_row else first
+        self._num_rows = 1 if is_one_row else num_tokens
         capacity = buffers[0].shape[KEY_COLUMN]
         self._num_positions = capacity if num_positions is None else num_positions
         # Past the end a write has no effect: rows that are not live stay unchanged.
-        self._write_columns = jnp.where(live, positions, capacity)
-        self._rows = jnp.arange(positions.shape[0]) + (0 if first is None else first)
+        tokens = jnp.arange(num_tokens)
+        self._write_columns = jnp.where(live, positions, capacity + (tokens if is_one_row else 0))
+        first_row = 0 if self._first is None else self._first
+        self._rows = jnp.full(num_tokens, first_row) if is_one_row else first_row + tokens
         seen = jnp.arange(self._num_positions)[None]
         visible, window = seen <= positions[:, None], window_of_layer(config, layer_index)
         oldest = jnp.zeros_like(positions)
@@ -246,8 +254,8 @@ class StepCore:
 
     def _slice_rows(self, buffer: Array, column: int) -> Array:
         if self._first is not None:
-            num_rows = self._rows.shape[0]
-            buffer = lax.dynamic_slice_in_dim(buffer, self._first, num_rows, axis=buffer.ndim + ROW)
+            axis = buffer.ndim + ROW
+            buffer = lax.dynamic_slice_in_dim(buffer, self._first, self._num_rows, axis=axis)
         if self._num_positions < buffer.shape[column]:
             buffer = lax.slice_in_dim(buffer, 0, self._num_positions, axis=buffer.ndim + column)
         return buffer

@@ -88,8 +88,8 @@ def scaled_scores(
 
 def cached_attention(
     query: Float[Array, "row heads head_dim"],
-    keys: Float[Array, "row kv_heads head_dim column"],
-    values: Float[Array, "row kv_heads column v_head_dim"],
+    keys: Float[Array, "cached kv_heads head_dim column"],
+    values: Float[Array, "cached kv_heads column v_head_dim"],
     visible: Bool[Array, "row column"],
     scale: float | None = None,
     sinks: Float[Array, "heads"] | None = None,
@@ -101,17 +101,22 @@ def cached_attention(
     once, sequentially.
 
     Args:
+      keys: of each row, or of one row that all queries read: its tokens, one after the other.
       scale: multiplies the scores; None is ``head_dim**-0.5``.
       sinks: as for `plain_attention`.
     """
     rows, heads, head_dim = query.shape
     by_kv_head = query.reshape(rows, keys.shape[1], -1, head_dim)
-    scores = jnp.einsum("rvgk,rvkc->rvgc", by_kv_head, keys, preferred_element_type=jnp.float32)
+    row = "r"
+    if keys.shape[0] < rows:
+        row, keys, values = "", keys[0], values[0]
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    scores = product(f"rvgk,{row}vkc->rvgc", by_kv_head, keys)
     scores = scores * (head_dim**-0.5 if scale is None else scale)
     scores = jnp.where(visible[:, None, None], scores, MASK_VALUE)
-    grouped_sinks = None if sinks is None else sinks.reshape(1, keys.shape[1], -1, 1)
+    grouped_sinks = None if sinks is None else sinks.reshape(1, by_kv_head.shape[1], -1, 1)
     probs = softmax_with_sinks(scores, grouped_sinks).astype(values.dtype)
-    out = jnp.einsum("rvgc,rvck->rvgk", probs, values, preferred_element_type=jnp.float32)
+    out = product(f"rvgc,{row}vck->rvgk", probs, values)
     return out.astype(values.dtype).reshape(rows, heads, values.shape[-1])
 
 

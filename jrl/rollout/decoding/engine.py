@@ -12,6 +12,8 @@ from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices, to_host
 from jrl.processes.progress import heartbeat
 from jrl.recipes.base.batch import replicated
+from jrl.rollout.decoding.cache_size import CacheSize, length_of
+from jrl.rollout.decoding.extension import admit_extensions
 from jrl.rollout.decoding.mesh_backend import MeshBackend, StepLimits
 from jrl.rollout.decoding.packed_prompts import (
     PromptScores,
@@ -21,6 +23,7 @@ from jrl.rollout.decoding.packed_prompts import (
     score_prompts,
 )
 from jrl.rollout.decoding.prefill import AdmissionArrays, make_admission
+from jrl.rollout.decoding.prefix_cache import Extension
 from jrl.rollout.decoding.protocol import Usage
 from jrl.rollout.decoding.requests import (
     Finish,
@@ -40,7 +43,6 @@ from jrl.rollout.decoding.sizes import (
     ROLLOUTS,
     EnginePolicy,
     bucket,
-    cache_length_to_read,
     length_after,
     plan_window,
     row_sizes,
@@ -60,7 +62,7 @@ from jrl.rollout.decoding.slots import (
 )
 from jrl.rollout.decoding.split_backend import SplitBackend
 from jrl.rollout.sampling import Sampling, stack_sampling
-from moe.cache import KEY_COLUMN, cache_columns, reads_live_columns
+from moe.cache import cache_columns, reads_live_columns
 from moe.implementations import check_decode_kernel
 from moe.weights import Transformer
 
@@ -70,8 +72,6 @@ experts."""
 
 WINDOW = 64
 """Tokens of a row between two scheduler steps; finished rows are verified meanwhile."""
-STEPS_BEFORE_SHRINK = 32
-"""Scheduler steps after which a cache that is longer than its rows need is shortened."""
 
 
 class Engine:
@@ -122,11 +122,11 @@ class Engine:
         # Tokens of a forward pass are sharded over ``tp``.
         self._unit, per_rank = mesh.size(mesh.tp), slots // self.ranks
         self.max_length = cache_columns(max_length, self.decoder.model)
-        self._reads_live_columns = reads_live_columns(self.decoder.model)
         self._row_widths: Sequence[int] = ()
         # Packed rows support neither the states of Gated DeltaNet nor recorded expert ids.
         can_pack = isinstance(backend, MeshBackend) and config.delta is None
-        if policy.packs_prompts and can_pack and not self.decoder.records_choices:
+        can_pack = can_pack and not self.decoder.records_choices
+        if policy.packs_prompts and can_pack:
             self._row_widths = row_widths(self.max_length, self._unit)
         limits = policy.prefill_tokens, backend.max_prefill_tokens
         self._prefill_tokens = min(limit for limit in limits if limit is not None)
@@ -143,6 +143,7 @@ class Engine:
             can_copy=config.delta is None,
             most_prompts=None if prompts is None else -(-prompts // self.ranks),
             choose_slot=backend.slot_choice(slots),
+            min_prefix=policy.min_prefix if can_pack else None,
         )
         self.usage = Usage()
         self._key = self._replicate(jax.random.key_data(key))
@@ -152,8 +153,11 @@ class Engine:
         self._pool: SlotPool[Array] | None = None
         self._limits = np.zeros(slots, np.int32)
         self._output_buffer: OutputBuffer | None = None
-        # Consecutive windows with a cache longer than needed.
-        self._too_long = 0
+        self._cache_size = CacheSize(
+            self.cache_sizes,
+            resizes=policy.resizes_cache,
+            reads_live_columns=reads_live_columns(self.decoder.model),
+        )
 
     @property
     def prefill_sizes(self) -> list[tuple[int, int]]:
@@ -314,16 +318,20 @@ class Engine:
             max_tokens = 0 if admits else 1
         is_live = self._decode(running_slots, max_tokens, 0, self.step_sizes)
         recent = self._read_recent(before, max_tokens + 1)
+        counts = scheduler.lengths - before
         chunks = [
             make_chunk(
                 scheduler.running[slot],
                 recent,
                 slot,
-                int(scheduler.lengths[slot] - before[slot]),
+                int(counts[slot]),
                 None if is_live[slot] else self.decoder.stop_ids,
+                scheduler.num_cached(slot),
             )
             for slot in running_slots
+            if counts[slot]  # an extended row has its first token after a step
         ]
+        scheduler.note_tokens(chunks)
         if is_constrained:
             for chunk in chunks:
                 chunk.accept()
@@ -373,6 +381,8 @@ class Engine:
 
     def _admit_waiting(self) -> None:
         """Admits waiting requests to free slots."""
+        if extensions := self.scheduler.schedule_extensions():
+            self._admit_extensions(extensions)
         plans = self.scheduler.schedule()
         self._rows_changed()
         for plan in plans:
@@ -382,6 +392,7 @@ class Engine:
         """Runs the prefill of an admission and writes the rows into their slots."""
         admit = self._admit_packed if self._row_widths and any(plan.runs) else self._admit_unpacked
         self._pool, repeated = admit(plan)
+        self.usage.admitted += len(plan.assignments)
         self.usage.repeated += repeated
 
     def _admit_unpacked(self, plan: AdmissionPlan) -> tuple[SlotPool[Array], bool]:
@@ -389,7 +400,8 @@ class Engine:
         ranks, per_rank = self.ranks, self.scheduler.per_rank
         if self._policy.resizes_cache and not any(plan.runs):
             # Copies of whole rows, so that no function is compiled per length.
-            width, num_rows = max(self._cache_length, self._cache_size(plan.width)), 0
+            needed = self._cache_size.size_of(plan.width)
+            width, num_rows = max(length_of(self._rows_pool), needed), 0
         else:
             width, num_rows = plan_unpacked_rows(plan, self.max_length, self._unit, per_rank)
         tokens = np.full((ranks, num_rows, width), self.decoder.pad_id, np.int32)
@@ -397,7 +409,10 @@ class Engine:
         for rank, runs in enumerate(plan.runs):
             for index, ids in enumerate(runs):
                 tokens[rank, index, : len(ids)], lengths[rank, index] = ids, len(ids)
-        admission, pool = self._make_admission(plan, width), self._with_cache_of(width)
+        admission, pool = (
+            self._make_admission(plan, width),
+            self._cache_size.grow(self._rows_pool, width),
+        )
         tokens, lengths, admission = self._shard_over_slots(
             (tokens.reshape(-1, width), lengths.reshape(-1), admission)
         )
@@ -405,28 +420,42 @@ class Engine:
 
     def _admit_packed(self, plan: AdmissionPlan) -> tuple[SlotPool[Array], bool]:
         """Admits prompts that share rows."""
-        slots, pool = self.slots, self._with_cache_of(plan.width)
+        slots, pool = self.slots, self._cache_size.grow(self._rows_pool, plan.width)
         rows = plan_rows(plan, self._row_widths)
         packing = make_packing(rows, plan, slots, self.decoder.pad_id)
-        cache_length = pool.cache.keys[0].shape[KEY_COLUMN]
-        cache_copies = plan_cache_copies(rows, plan, slots, self.max_length, cache_length)
-        admission = self._make_admission(plan, 0)
-        tokens = np.full((slots, self.max_length), self.decoder.pad_id, np.int32)
-        for slot, request, _ in plan.assignments:
-            tokens[slot, : request.length] = request.ids
-            # The tokens, and the state of the last, are indexed by the slot itself.
-            admission.sources[slot] = slot % self.scheduler.per_rank
+        cache_copies = plan_cache_copies(rows, plan, slots, self.max_length, length_of(pool))
+        tokens, admission = self._tokens_by_slot(plan)
         packed, tokens, admission = self._shard_over_slots(
             ((packing, cache_copies), tokens, admission)
         )
         assert isinstance(self.backend, MeshBackend), "no other backend packs rows"
         return self.backend.admit_packed(pool, packed, tokens, admission, *self._sampler())
 
+    def _tokens_by_slot(
+        self, plan: AdmissionPlan
+    ) -> tuple[np.ndarray, AdmissionArrays[np.ndarray]]:
+        """Ids ``[slot, position]`` of the admitted rows, and their arrays: the tokens, and the
+        state of the last, are indexed by the slot itself."""
+        admission = self._make_admission(plan, 0)
+        tokens = np.full((self.slots, self.max_length), self.decoder.pad_id, np.int32)
+        for slot, request, _ in plan.assignments:
+            tokens[slot, : request.length] = request.ids
+            admission.sources[slot] = slot % self.scheduler.per_rank
+        return tokens, admission
+
+    def _admit_extensions(self, extensions: Sequence[Extension]) -> None:
+        """Admits requests that begin with the tokens of other rows."""
+        assert isinstance(self.backend, MeshBackend), "no other backend extends rows"
+        plan = AdmissionPlan([[]], [(each.slot, each.request, each.slot) for each in extensions])
+        tokens, admission = self._shard_over_slots(self._tokens_by_slot(plan))
+        self.usage.prefilled += sum(e.request.length - e.num_cached for e in extensions)
+        pool = self._cache_size.grow(self._rows_pool, plan.width)
+        self._pool = admit_extensions(self.backend, pool, extensions, tokens, admission)
+        self._rows_changed()
+
     def _make_admission(self, plan: AdmissionPlan, width: int) -> AdmissionArrays[np.ndarray]:
-        """Makes the arrays of an admission (`make_admission`), and updates usage, lengths and
-        limits."""
+        """Makes the arrays of an admission (`make_admission`) and counts its tokens."""
         self.usage.prefilled += sum(len(ids) for runs in plan.runs for ids in runs)
-        self.usage.admitted += len(plan.assignments)
         admission = make_admission(plan, self.slots, width, self.decoder)
         slots = [slot for slot, *_ in plan.assignments]
         self.scheduler.lengths[slots] = admission.lengths[slots]
@@ -440,7 +469,7 @@ class Engine:
         the mask of live slots. `sizes` are the sizes of `step_sizes` that a step may have."""
         scheduler = self.scheduler
         lengths, limits = scheduler.lengths[running_slots], self._limits[running_slots]
-        if self._policy.resizes_cache or self._reads_live_columns or scheduler.waiting:
+        if self._cache_size.reads_whole or scheduler.waiting:
             # The whole window: no part of the cache is copied, or the scheduler runs again after a
             # few steps, when some rows have ended, and a copy for so few costs more than it saves.
             end = length_after(lengths, limits, max_tokens)
@@ -448,7 +477,7 @@ class Engine:
             max_tokens, end = plan_window(lengths, limits, max_tokens, self.max_length)
         if not max_tokens:
             return self._read_rows()
-        pool, cache_length = self._resize_cache(end)
+        pool, cache_length = self._cache_size.fit(self._rows_pool, end, scheduler.longest_prefix)
         active_slots = scheduler.active_slots(sizes)
         step_limits = StepLimits(max_tokens, min_live, active_slots)
         self._pool, advanced = self.backend.decode(
@@ -470,33 +499,6 @@ class Engine:
         self.scheduler.lengths = np.array(lengths)
         heartbeat()
         return is_live
-
-    def _resize_cache(self, length: int) -> tuple[SlotPool[Array], int]:
-        """Pool with a cache of at least `length` positions, and the number of positions to read."""
-        if not self._policy.resizes_cache:
-            whole = self.max_length
-            read = whole if self._reads_live_columns else cache_length_to_read(length, whole)
-            return self._rows_pool, read
-        needed, cache_length = self._cache_size(length), self._cache_length
-        # Extended immediately, shortened only after a while: each change copies the whole cache.
-        self._too_long = self._too_long + 1 if needed < cache_length else 0
-        if needed <= cache_length and self._too_long < STEPS_BEFORE_SHRINK:
-            return self._rows_pool, cache_length
-        self._too_long = 0
-        return with_cache_length(self._rows_pool, needed), needed
-
-    def _with_cache_of(self, width: int) -> SlotPool[Array]:
-        """Pool with a cache of at least `width` positions."""
-        if not self._policy.resizes_cache or self._cache_length >= width:
-            return self._rows_pool
-        return with_cache_length(self._rows_pool, self._cache_size(width))
-
-    @property
-    def _cache_length(self) -> int:
-        return self._rows_pool.cache.keys[0].shape[KEY_COLUMN]
-
-    def _cache_size(self, length: int) -> int:
-        return next(size for size in self.cache_sizes if size >= length)
 
     def _collect_finished(self, slots: Sequence[int]) -> list[Trajectory]:
         """Moves the rows of these slots to the output buffer, and frees the slots."""

@@ -153,7 +153,7 @@ def unstack_policy(decoder: Decoder, weights: Transformer[Array]) -> UnstackedPo
     """
     policy = unstack(weights, decoder.model, lambda leaf, index: _COPY)
     leaves, structure = jax.tree.flatten(policy)
-    shardings = jax.tree.leaves(named_shardings(_policy_specs(decoder), decoder.mesh))
+    shardings = jax.tree.leaves(named_shardings(policy_specs(decoder), decoder.mesh))
     is_shared = tuple(map(_has_sharding, leaves, shardings))
     if all(is_shared):
         return policy
@@ -183,11 +183,13 @@ def _compiled_unstack(decoder: Decoder, is_shared: tuple[bool, ...]) -> Any:
     def unstack_unshared(weights: Transformer[Array]) -> list[Array]:
         return select(unstack(weights, decoder.model, operator.getitem))
 
-    shardings = named_shardings(_policy_specs(decoder), decoder.mesh)
+    shardings = named_shardings(policy_specs(decoder), decoder.mesh)
     return jit_onto(unstack_unshared, select(shardings))
 
 
-def _policy_specs(decoder: Decoder) -> UnstackedPolicy[PartitionSpec]:
+def policy_specs(decoder: Decoder) -> UnstackedPolicy[PartitionSpec]:
+    """Partition specs of the unstacked weights."""
+
     # A single layer has no leading layer axis; a stack that is scanned keeps it.
     def layer_spec(spec: PartitionSpec, index: int | slice) -> PartitionSpec:
         return spec if isinstance(index, slice) else PartitionSpec(*spec[1:])
@@ -233,7 +235,7 @@ def advance(
         partial(_advance_local, decoder, sampling, cache_length),
         mesh=mesh.mesh,
         in_specs=(
-            _policy_specs(decoder),
+            policy_specs(decoder),
             pools,
             sampler_state_specs(mesh, sampler_state),
             StepLimits(replicated, replicated, over_slots(mesh)),
@@ -502,6 +504,11 @@ class MeshBackend:
     def to_host(self, tree: Any) -> Any:
         """Copies arrays of the rows' mesh to the host, in all processes."""
         return to_host(tree)
+
+    @property
+    def step_policy(self) -> UnstackedPolicy[Array]:
+        """The policy as steps read it."""
+        return self._loaded()[1]
 
     def _loaded(self) -> tuple[Transformer[Array], UnstackedPolicy[Array]]:
         """The policy, as it is stored for prefill and for steps."""

@@ -234,6 +234,35 @@ def _admit_prefilled_local(
     return replace(pool, rows=rows, live=pool.live | continues)
 
 
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def place_rows(
+    decoder: Decoder,
+    pool: SlotPool[Array],
+    tokens: Int[Array, "slot position"],
+    admission: AdmissionArrays[Array],
+) -> SlotPool[Array]:
+    """Admits rows whose keys and values are in the cache, up to the last token; samples nothing.
+
+    Args:
+      pool: without cache, donated.
+      tokens: ids of the rows.
+      admission: of the rows, each its own source.
+    """
+    mesh = decoder.mesh
+    rows, pools = over_slots(mesh), pool_specs(mesh, pool)
+
+    def local(
+        pool: SlotPool[Array], tokens: Array, admission: AdmissionArrays[Array]
+    ) -> SlotPool[Array]:
+        in_place = Prefilled(pool.cache, pool.states, pool.rows.choices, None)
+        pool = _write_rows(decoder, pool, in_place, tokens, admission)
+        return replace(pool, live=pool.live | (admission.sources >= 0))
+
+    return jax.shard_map(local, mesh=mesh.mesh, in_specs=(pools, rows, rows), out_specs=pools)(
+        pool, tokens, admission
+    )
+
+
 def _write_rows(
     decoder: Decoder,
     pool: SlotPool[Array],

@@ -182,6 +182,7 @@ class StreamChunk:
       logprobs: ``[token]`` log-probabilities in the policy at temperature 1, nats.
       top_tokens: top-k tokens, ``[token, k]``; None if they were not requested.
       finish: the finish reason; None if it continues.
+      num_cached: tokens of the prompt that were not run again (`PrefixCache`).
     """
 
     request: Request
@@ -190,6 +191,7 @@ class StreamChunk:
     logprobs: np.ndarray
     top_tokens: TopTokens[np.ndarray] | None
     finish: Finish | None
+    num_cached: int = 0
 
     def accept(self) -> None:
         """Tells the constraint of the request, if it has one, of the new tokens."""
@@ -203,12 +205,14 @@ def make_chunk(
     slot: int,
     count: int,
     stop_ids: Sequence[int] | None,
+    num_cached: int = 0,
 ) -> StreamChunk:
     """Chunk of a row from the latest positions of all rows.
 
     Args:
       count: number of new tokens.
       stop_ids: tokens that end a row, if it has ended; else None.
+      num_cached: as in `StreamChunk`.
     """
     tokens, logprobs = (np.array(x[slot, :count]) for x in (recent.tokens, recent.logprobs))
     top_tokens, finish = None, None
@@ -216,7 +220,7 @@ def make_chunk(
         top_tokens = jax.tree.map(lambda x: np.array(x[slot, :count]), recent.top_tokens)
     if stop_ids is not None:
         finish = "stop" if tokens[-1] in stop_ids else "length"
-    return StreamChunk(request, slot, tokens, logprobs, top_tokens, finish)
+    return StreamChunk(request, slot, tokens, logprobs, top_tokens, finish, num_cached)
 
 
 def read_sampled(rows: TokenRows[np.ndarray], row: int, request: Request) -> Sampled:

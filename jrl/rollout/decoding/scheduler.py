@@ -7,7 +7,8 @@ from itertools import chain
 
 import numpy as np
 
-from jrl.rollout.decoding.requests import Request
+from jrl.rollout.decoding.prefix_cache import Extension, PrefixCache
+from jrl.rollout.decoding.requests import Request, StreamChunk
 from jrl.rollout.decoding.sizes import (
     MIN_PREFILL_WIDTH,
     bucket,
@@ -89,6 +90,8 @@ class SlotScheduler:
         own; None is as many as `most_tokens` allow. Each number is a compiled function.
       choose_slot: chooses the slot of a request on its rank; None takes the one that has been free
         for longest.
+      min_prefix: fewest cached tokens with which a request may begin (`PrefixCache`); None runs all
+        tokens of each prompt.
 
     Attributes:
       lengths: ``[slot]`` tokens in each slot, as far as the host was told.
@@ -104,6 +107,7 @@ class SlotScheduler:
         can_copy: bool = True,
         most_prompts: int | None = None,
         choose_slot: ChooseSlot | None = None,
+        min_prefix: int | None = None,
     ):
         self.per_rank, self.ranks, self._most_tokens = slots // ranks, ranks, most_tokens
         # Each process schedules for itself: everything below may depend only on requests and
@@ -118,6 +122,7 @@ class SlotScheduler:
         # Prefix cache: for rank and prompt, a slot whose row starts with the prompt, as computed by
         # the loaded weights.
         self._prefix_slots: dict[tuple[int, int], int] = {}
+        self.prefixes = None if min_prefix is None else PrefixCache(min_prefix, self.per_rank)
         self.reset()
 
     def active_slots(self, sizes: Sequence[int]) -> np.ndarray | None:
@@ -177,14 +182,46 @@ class SlotScheduler:
     def clear_prefix_cache(self) -> None:
         """Clears the prefix cache, as weights were loaded."""
         self._prefix_slots.clear()
+        if self.prefixes is not None:
+            self.prefixes.clear()
 
     def reset(self) -> None:
         """Clears the prefix cache, and the order of the free slots: they are assigned as in a new
         engine. No request is in flight."""
         assert not self.running, "rows are in flight"
-        self._prefix_slots.clear()
+        self.clear_prefix_cache()
         per_rank = self.per_rank
         self._free = [deque(range(r * per_rank, (r + 1) * per_rank)) for r in range(self.ranks)]
+
+    @property
+    def longest_prefix(self) -> int:
+        """Tokens of the longest row that requests may begin with."""
+        return 0 if self.prefixes is None else self.prefixes.longest
+
+    def note_tokens(self, chunks: Sequence[StreamChunk]) -> None:
+        """Notes new tokens of rows, with which later requests may begin."""
+        if self.prefixes is not None:
+            for chunk in chunks:
+                self.prefixes.append(chunk.slot, chunk.tokens)
+
+    def num_cached(self, slot: int) -> int:
+        """Tokens of the prompt in a slot that were not run again."""
+        return 0 if self.prefixes is None else self.prefixes.num_cached.get(slot, 0)
+
+    def schedule_extensions(self) -> list[Extension]:
+        """Admits the requests, among as many of the first as there are free slots, that begin with
+        the tokens of another row."""
+        if self.prefixes is None:
+            return []
+        candidates = [self.waiting.popleft() for _ in range(min(len(self.waiting), self.num_free))]
+        extensions, others = self.prefixes.plan(candidates, self._free)
+        self.waiting.extendleft(reversed(others))
+        taken = {extension.slot: extension.request for extension in extensions}
+        self.running |= taken
+        # Their state after the prompt is not kept, which a copy would begin with.
+        remaining = self._prefix_slots.items()
+        self._prefix_slots = {key: slot for key, slot in remaining if slot not in taken}
+        return extensions
 
     def schedule(self) -> list[AdmissionPlan]:
         """Admits waiting requests to free slots, FIFO.
@@ -223,6 +260,9 @@ class SlotScheduler:
                     scheduled_runs[key] = plan, run
             plan.assignments.append((slot, request, run))
         self.running |= admitted
+        if self.prefixes is not None:
+            for slot, request in admitted.items():
+                self.prefixes.put(slot, request.ids)
         # Within one call samples share the prefill; later a recurrent state has advanced with its
         # row.
         if not self._can_copy:

@@ -187,6 +187,8 @@ class EnginePolicy:
         False if it has columns for the longest row and a step reads as much as its rows need.
       reproducible: true if samples depend on the requests only, bit for bit. False if they may
         depend on earlier requests too, for example through the placement of experts.
+      min_prefix: fewest first tokens of a request that are not run again if a slot has their keys
+        and values (`PrefixCache`); None runs all.
     """
 
     prefill_tokens: int
@@ -196,6 +198,7 @@ class EnginePolicy:
     packs_prompts: bool = False
     resizes_cache: bool = False
     reproducible: bool = True
+    min_prefix: int | None = None
 
 
 ROLLOUTS = EnginePolicy(2**15, cache_sizes=lambda max_length: [max_length], step_sizes=step_sizes)
@@ -207,5 +210,6 @@ SERVING = EnginePolicy(
     packs_prompts=True,
     resizes_cache=True,
     reproducible=False,
+    min_prefix=32,
 )
 """Policy of a server: requests come at any time, and rows in flight wait for each prefill."""

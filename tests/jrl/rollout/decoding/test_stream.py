@@ -10,8 +10,7 @@ import pytest
 from policies import COLUMNS, CONFIG, COPIES, PAD, PROMPT, STOPS, Asked, decode, prompts, weights
 from tiers import full_but
 
-from jrl.rollout.decoding import engine as engines
-from jrl.rollout.decoding import mesh_backend, sizes
+from jrl.rollout.decoding import cache_size, mesh_backend, sizes
 from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.mesh_backend import MeshBackend
 from jrl.rollout.decoding.packed_prompts import run_packed
@@ -157,7 +156,7 @@ def test_prompts_that_find_no_room_at_their_experts_run_again(monkeypatch):
 @pytest.mark.slow
 def test_the_cache_is_as_wide_as_its_rows_need(monkeypatch):
     monkeypatch.setattr(sizes, "MIN_STREAM_CACHE_LENGTH", 4)
-    monkeypatch.setattr(engines, "STEPS_BEFORE_SHRINK", 1)
+    monkeypatch.setattr(cache_size, "STEPS_BEFORE_SHRINK", 1)
     monkeypatch.setattr(sizes, "MIN_CACHE_LENGTH", 4)
     made, widths, tokens = engine(columns=PROMPT + RESPONSE), list[int](), list[int]()
     made.submit(asked(0, GREEDILY))  # one token, and at most seven more
