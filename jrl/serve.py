@@ -116,6 +116,10 @@ class ServeOptions(PolicyOptions):
     routed_experts: bool = False
     """Return the expert ids of each token from /inference/v1/generate, for router replay. Prompts
     then do not share rows in a prefill."""
+    prefix_cache: bool = True
+    """Keep the keys and values of ended choices in their slots until other choices need these: a
+    prompt that begins with the same tokens, such as the next turn of a conversation, runs the
+    others only."""
     seed: int = 0
     """Random seed of sampling. The same seed, with the same seed in a request, gives the same
     completion."""
@@ -244,6 +248,7 @@ def _build_service(options: ServeOptions):
         window=options.window,
         name=options.name,
         routed_experts=options.routed_experts,
+        prefix_cache=options.prefix_cache,
     )
     front = FrontEnd(
         service,
@@ -278,6 +283,7 @@ def build_service(
     window: int,
     name: str | None = None,
     routed_experts: bool = False,
+    prefix_cache: bool = True,
 ) -> "tuple[Service, ApiModel]":
     """Builds the engine of a policy and its service; returns the service and the model in it.
 
@@ -285,7 +291,7 @@ def build_service(
       seed: of sampling.
       slots, queue, window: as of `ServeOptions`.
       name: of the model for clients; None takes the folder's name.
-      routed_experts: as of `ServeOptions`.
+      routed_experts, prefix_cache: as of `ServeOptions`.
 
     Raises:
       ValueError: for a length that the network does not support, and for expert ids of a network
@@ -318,6 +324,7 @@ def build_service(
         key=jax.random.key(seed),
         top_logprobs=min(MAX_TOP_LOGPROBS, policy.model.num_used_ids),
         records_choices=routed_experts,
+        prefix_cache=prefix_cache,
     )
     format = policy.format
     if options.chat_template_kwargs is not None:

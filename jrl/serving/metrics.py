@@ -39,6 +39,9 @@ class Metrics:
             "jrl_policy_loads", "Loads of later policy versions, by outcome.", ("outcome",)
         )
         self.prompt_tokens = counter("jrl_prompt_tokens", "Prompt tokens of admitted requests.")
+        self.cached_tokens = counter(
+            "jrl_cached_prompt_tokens", "Prompt tokens that were not run again."
+        )
         self.generated_tokens = counter(
             "jrl_generated_tokens", "Sampled tokens, up to the end of each choice."
         )

@@ -36,6 +36,7 @@ class ChoiceDelta:
       version: of the policy that generates it.
       experts: expert ids ``[position, layer, k]`` of prompt and completion but the last token, at
         its end, if they are returned.
+      num_cached: tokens of the prompt that were not run again (`PrefixCache`).
     """
 
     index: int
@@ -46,6 +47,7 @@ class ChoiceDelta:
     finish: str | None
     version: int
     experts: np.ndarray | None = None
+    num_cached: int = 0
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ class ResponseBuilder:
         self._finishes: list[str | None] = [None] * num_choices
         self._tokens, self._started = [0] * num_choices, [False] * num_choices
         self._experts: list[np.ndarray | None] = [None] * num_choices
+        self._num_cached = [0] * len(prompts)
         self._version = 0
 
     @property
@@ -164,6 +167,9 @@ class ResponseBuilder:
         self._tokens[index], self._finishes[index] = delta.num_tokens, delta.finish
         self._token_ids[index] += delta.token_ids
         self._calls[index], self._experts[index] = delta.turn.calls, delta.experts
+        # Further choices of a prompt begin with the tokens of the first.
+        if not index % self._request.n:
+            self._num_cached[index // self._request.n] = delta.num_cached
 
     def _after_echo(self, index: int, logprobs: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
         """Tokens of a choice with offsets in its text, which begins with the echoed prompt."""
@@ -333,12 +339,13 @@ class ResponseBuilder:
             "system_fingerprint": fingerprint(self._version),
         }
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         prompt_tokens, sampled = sum(map(len, self._prompts)), sum(self._tokens)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": sampled,
             "total_tokens": prompt_tokens + sampled,
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached)},
         }
 
     def _logprobs(self, positions: Sequence[TokenLogprobs]) -> dict[str, Any] | None:

@@ -334,7 +334,7 @@ class Service:
             if choice.turn is not None:
                 turn = choice.turn.add(text, finish is not None)
                 finish = "tool_calls" if turn.calls else finish
-            self._measure(job, choice, count, now)
+            self._measure(job, choice, count, row.num_cached, now)
             experts = None
             if finish is not None:
                 if job.request.tokens_only and self._engine.records_choices:
@@ -351,15 +351,18 @@ class Service:
                 finish,
                 self.version,
                 experts,
+                row.num_cached,
             )
             job.on_event(delta)
         self._engine.cancel(rows=stopped)
 
-    def _measure(self, job: Job, choice: _Choice, count: int, now: float) -> None:
+    def _measure(self, job: Job, choice: _Choice, count: int, num_cached: int, now: float) -> None:
         metrics = self._metrics
         metrics.generated_tokens.inc(count)
         if not choice.seen:
             metrics.first_token.observe(now - job.arrived)
+            if not choice.index % job.request.n:
+                metrics.cached_tokens.inc(num_cached)
         elif count:
             metrics.between_tokens.observe((now - choice.seen) / count)
         choice.seen = now

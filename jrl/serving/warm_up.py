@@ -29,12 +29,14 @@ class Trial(NamedTuple):
       samples: of each.
       top_logprobs: true if top log-probabilities are requested.
       other: true for adjustments of the logits if a request by default has none, and the reverse.
+      extends: true to run the prompts once more with two tokens behind them, from the prefix cache.
     """
 
     lengths: tuple[int, ...]
     samples: int = 1
     top_logprobs: bool = False
     other: bool = False
+    extends: bool = False
 
 
 class WarmUp:
@@ -102,13 +104,16 @@ class WarmUp:
         sampling = RequestSampling(
             0.7, 0.9, needs_top_tokens=trial.top_logprobs, adjustments=adjustments
         )
-        for length in np.repeat(trial.lengths, engine.ranks):
-            prompt_id, ids = self._next_id(), np.full(length, self._token, np.int32)
-            engine.submit(
-                [Request(prompt_id, sample, ids, 1, sampling=sampling) for sample in samples]
-            )
-        while engine.busy:
-            engine.stream(self._window)
+        for more in (0, 2)[: 1 + trial.extends]:
+            for length in np.repeat(trial.lengths, engine.ranks):
+                prompt_id, ids = self._next_id(), np.full(length + more, self._token, np.int32)
+                engine.submit(
+                    [Request(prompt_id, sample, ids, 1, sampling=sampling) for sample in samples]
+                )
+            while engine.busy:
+                engine.stream(self._window)
+        # All prompts begin with the same tokens, and each size of prefill is to be run.
+        engine.scheduler.clear_prefix_cache()
 
 
 def plan_trials(engine: Engine, longest: int) -> tuple[list[Trial], list[Trial]]:
@@ -126,18 +131,31 @@ def plan_trials(engine: Engine, longest: int) -> tuple[list[Trial], list[Trial]]
     common += _prefill_trials(engine, min(fitting_length, SHORT_PROMPT))
     # More choices than slots: the last starts as a copy of the others.
     copy_trial = Trial((1,), engine.slots + 1)
-    later = [*_prefill_trials(engine, fitting_length), copy_trial]
+    later = [*_extension_trials(engine, fitting_length), *_prefill_trials(engine, fitting_length)]
+    later.append(copy_trial)
     # While the cache has its size; copies too, which sample as well.
-    prompt_counts = [*samples, engine.slots + 1]
-    later += [Trial((1,), number, other=True) for number in prompt_counts]
+    other_copy_trial = copy_trial._replace(other=True)
+    later += [Trial((1,), number, other=True) for number in samples]
+    later.append(other_copy_trial)
     for size in wider:
         # The widest first: the cache then has this size, and keeps it for some time.
         widest = min(size - 1, longest)
         later += [Trial((widest,), num_samples) for num_samples in samples]
+        later += _extension_trials(engine, widest)
         later += reversed(_prefill_trials(engine, widest))
         later.append(copy_trial)
-        later += [Trial((widest,), number, other=True) for number in prompt_counts]
+        later += [Trial((widest,), number, other=True) for number in samples]
+        later.append(other_copy_trial)
     return common, later
+
+
+def _extension_trials(engine: Engine, longest: int) -> list[Trial]:
+    """Trial of two choices that begin with tokens of another: one continues it in its slot, and one
+    in a copy."""
+    prefixes = engine.scheduler.prefixes
+    if prefixes is None or longest < prefixes.min_tokens + 3:
+        return []
+    return [Trial((longest - 2,), min(2, engine.slots), extends=True)]
 
 
 def _prefill_trials(engine: Engine, longest: int) -> list[Trial]:

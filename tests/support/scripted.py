@@ -10,6 +10,7 @@ from served import numbers
 from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.packed_prompts import PromptScores
 from jrl.rollout.decoding.requests import StreamChunk
+from jrl.rollout.decoding.scheduler import SlotScheduler
 from jrl.rollout.decoding.slots import TopTokens
 from jrl.serving.application import FrontEnd
 from jrl.serving.metrics import Metrics
@@ -33,7 +34,7 @@ class Scripted(Engine):
         self.step_sizes, self.cache_sizes = [slots], [LENGTH // 2, LENGTH]
         self.waiting, self.sitting, self.loaded, self.held = [], {}, [], False
         self.error, self.asked, self.has_no_room = None, [], False
-        self.scored = []
+        self.scored, self.scheduler = [], SlotScheduler(slots, 1, LENGTH)
 
     records_choices = False
     scores_prompts, prefill_sizes = True, [(LENGTH // 2, 1), (LENGTH, 2)]

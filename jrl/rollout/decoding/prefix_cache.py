@@ -45,7 +45,7 @@ class PrefixCache:
     """
 
     def __init__(self, min_tokens: int, per_rank: int):
-        self._min_tokens, self._per_rank = min_tokens, per_rank
+        self.min_tokens, self._per_rank = min_tokens, per_rank
         self._rows: dict[int, np.ndarray] = {}
         self.num_cached: dict[int, int] = {}
 
@@ -91,7 +91,7 @@ class PrefixCache:
 
     def _plan_one(self, request: Request, free: Sequence[deque[int]]) -> Extension | None:
         ids = request.ids
-        best, num_cached = -1, self._min_tokens - 1
+        best, num_cached = -1, self.min_tokens - 1
         for slot, row in self._rows.items():
             if not free[slot // self._per_rank]:
                 continue

@@ -163,8 +163,13 @@ class ServedModel:
         key: Array,
         top_logprobs: int,
         records_choices: bool = False,
+        prefix_cache: bool = True,
     ) -> Engine:
-        """Builds its serving engine, without weights, as `build_engine` does."""
+        """Builds its serving engine, without weights, as `build_engine` does.
+
+        Args:
+          prefix_cache: true if requests may begin with tokens of ended rows (`PrefixCache`).
+        """
         model = self.model
         # On a CPU, XLA copies a layer's weights out of a scanned stack in each decode step, which
         # takes as long as its products when there are few rows. Prefills are scanned all the same.
@@ -178,7 +183,7 @@ class ServedModel:
             slots=slots,
             max_length=max_length,
             key=key,
-            policy=SERVING,
+            policy=SERVING if prefix_cache else replace(SERVING, min_prefix=None),
             records_choices=records_choices,
             top_logprobs=top_logprobs,
         )

@@ -40,6 +40,7 @@ def test_a_prompt_comes_with_the_log_probability_of_each_of_its_tokens(max_token
     tokens = sum(len(ids_of(prompt)) for prompt in PROMPTS)
     usage = {"prompt_tokens": tokens, "completion_tokens": 4 * max_tokens}
     usage["total_tokens"] = sum(usage.values())
+    usage["prompt_tokens_details"] = {"cached_tokens": 0}
     assert answer["usage"] == chunks[-1]["usage"] == usage
     for choice in answer["choices"]:
         prompt, logprobs = PROMPTS[choice["index"] // 2], choice["logprobs"]

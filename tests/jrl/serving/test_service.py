@@ -29,7 +29,12 @@ def test_an_answer_and_its_stream_say_the_same():
     assert [choice["text"] for choice in answer["choices"]] == ["bad ", "ad "]
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}
     # "bad ca" and "ad ca": up to the token that completed the stop.
-    usage = {"prompt_tokens": 3, "completion_tokens": 11, "total_tokens": 14}
+    usage = {
+        "prompt_tokens": 3,
+        "completion_tokens": 11,
+        "total_tokens": 14,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert answer["usage"] == chunks[-1]["usage"] == usage
     for index, choice in enumerate(answer["choices"]):
         parts = [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == index]

@@ -31,6 +31,9 @@ KINDS = (
     "admit",
     "recent_tokens",
     "halt",
+    "extend",
+    "copy_row",
+    "place_rows",
 )
 COMPILED = Counter[str]()
 
@@ -101,7 +104,7 @@ def test_requests_find_their_programs(small, layout):
         slots=SLOTS * mesh.size(mesh.dp),
         max_length=COLUMNS,
         key=jax.random.key(0),
-        policy=replace(SERVING, prefill_tokens=32),
+        policy=replace(SERVING, prefill_tokens=32, min_prefix=9),
     )
     engine.load(weights(), 0)
     assert engine.prefill_sizes == [
@@ -115,7 +118,7 @@ def test_requests_find_their_programs(small, layout):
     made.compile_common()
     common = since(before)
     # Rows of seven sizes for short prompts; one size of the cache.
-    assert common == dict(zip(KINDS, (7, 7, 1, 2, 0, 2, 1), strict=True))
+    assert common == dict(zip(KINDS, (7, 7, 1, 2, 0, 2, 1, 0, 0, 0), strict=True))
     assert 0 < made.num_left < every
     rng = np.random.default_rng(0)
     serve(engine, numbers, rng, longest=8, number=40, max_prompts=2)
@@ -132,6 +135,10 @@ def test_requests_find_their_programs(small, layout):
         "admit_prefilled": 2,
         "advance": 2 * 2 * 3,
         "admit": 2 * 3,
+        # Prompts that begin with the tokens of other rows, which are longer than a short prompt.
+        "extend": 3,
+        "copy_row": 3,
+        "place_rows": 1,
     }
     assert since(before) == everything
     longest, most = COLUMNS - 6, 2 * SLOTS
