@@ -1,6 +1,7 @@
 """The divergence from chunks of two heads' columns against the divergence of all logits."""
 
 import functools
+import json
 from dataclasses import replace
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh, random_weights
 from test_head import HELD_IN, HOLES, TAIL, TOKENS, assert_close, config_of, given, largest_array
 from tiers import full_but
+from vectors.objective import FOLDER
 
 import jrl
 from moe.config import Model
@@ -18,6 +20,7 @@ from moe.distillation import divergence
 from moe.placement import specs
 from sharding.collectives import all_sum, vary
 
+TRL = json.loads((FOLDER / "trl" / "distillation.json").read_text())
 WIDTH = 14  # of the teacher
 
 
@@ -231,3 +234,28 @@ def test_divergence_refuses_bad_input():
         divergence(*arguments, config, beta=1.5)
     with pytest.raises(ValueError, match=r'head="value" has no logits: this is a critic'):
         divergence(*arguments, config_of(36, head="value"))
+
+
+@pytest.mark.parametrize("beta", full_but([0.0, 0.1, 0.5, 1.0], 0.1))
+def test_divergence_equals_trl(beta):
+    """TRL's own function of two heads in chunks, recorded."""
+    arrays = {name: np.float32(values) for name, values in TRL["arrays"].items()}
+    configs = [
+        replace(config_of(7, 3), d_model=arrays[name].shape[1]) for name in ("x", "teacher_x")
+    ]
+    weights, teacher = (
+        random_weights(config, 0).replace(head=arrays[name])
+        for config, name in zip(configs, ("head", "teacher_head"), strict=True)
+    )
+    batch = given(7, num_tokens=4)._replace(x=arrays["x"], of_logprob=arrays["weights"])
+    settings = {"beta": beta, "temperature": TRL["temperature"]}
+    rest = batch, teacher, arrays["teacher_x"]
+    values, (gradient, of_x) = chunked(configs, weights, *rest, "tp2", **settings)
+    recorded = TRL["heads"][str(beta)]
+    for actual, wanted in (
+        (values, recorded["values"]),
+        (of_x, recorded["gradients"]["x"]),
+        (gradient.head.T, recorded["gradients"]["head"]),
+    ):
+        # TRL computes in float32 too.
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=3e-6)
