@@ -81,12 +81,14 @@ def divergence(
             "(reverse KL)."
         )
     config, mesh = model.config, model.mesh
+    x, head = states_and_head(weights, x, config)
     teacher, teacher_x = lax.stop_gradient((teacher, teacher_x))
+    teacher_x, teacher_head = states_and_head(teacher, teacher_x, teacher_config)
+    sizes = teacher_config.vocab_size, config.vocab_size
+    teacher_head = _with_columns(teacher_head, *sizes, mesh.tp)
     used = _shared_ids(config, teacher_config)
-    policy = operands_of(*states_and_head(weights, x, config), None, used, model)
-    teacher_x, head = states_and_head(teacher, teacher_x, teacher_config)
-    head = _with_columns(head, teacher_config.vocab_size, config.vocab_size, mesh.tp)
-    other = operands_of(teacher_x, head, None, used, model)
+    policy = operands_of(x, head, None, used, model)
+    other = operands_of(teacher_x, teacher_head, None, used, model)
     chunking = Chunking(mesh.tp, config.execution.vocab_chunk, temperature)
     pair = _Pair(chunking, temperature if teacher_temperature is None else teacher_temperature)
     per_token: Any = _divergence(policy, other, pair, float(beta))

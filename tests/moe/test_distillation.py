@@ -170,7 +170,11 @@ def test_divergence_of_far_logits():
             values, grads = chunked((config, config), *rest, "tp2", beta=beta)
             wanted = expected((config, config), *rest, beta, (1.0, 1.0))
             np.testing.assert_allclose(values, wanted[0], rtol=1e-5, atol=1e-5)
-            assert_close((values, grads), wanted, 1e-5)
+            # Sums of a few dozen probabilities, whose error is 1e-7, times weights up to 900.
+            for actual, other in zip(
+                jax.tree.leaves(grads), jax.tree.leaves(wanted[1]), strict=True
+            ):
+                np.testing.assert_allclose(actual, other, rtol=1e-5, atol=1e-3)
             assert not np.any(values) if zero else np.max(values) > 0.5
 
 
