@@ -28,28 +28,33 @@ def logits_of(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def plain(logits, reference, tokens, names):
-    """Some of the four by the log-softmax, with the derivatives that jax finds."""
+    """Some of the five by the log-softmax, with the derivatives that jax finds."""
     p, q = jax.nn.log_softmax(logits), jax.nn.log_softmax(reference)
+    m = jnp.logaddexp(jnp.log(BETA) + q, jnp.log(1 - BETA) + p)
     result = {
         "entropy": -jnp.sum(jnp.exp(p) * p, axis=-1),
         "logprobs": jnp.take_along_axis(p, tokens[..., None], axis=-1)[..., 0],
         "policy||reference": jnp.sum(jnp.exp(p) * (p - q), axis=-1),
         "reference||policy": jnp.sum(jnp.exp(q) * (q - p), axis=-1),
+        "jsd": jnp.sum(BETA * jnp.exp(q) * (q - m) + (1 - BETA) * jnp.exp(p) * (p - m), axis=-1),
     }
     return {name: result[name] for name in names}
 
 
-NAMES = ("entropy", "logprobs", "policy||reference", "reference||policy")
+NAMES = ("entropy", "logprobs", "policy||reference", "reference||policy", "jsd")
+BETA = 0.3
 
 
 def ours(logits, reference, tokens, mask=None, chunk_size=None, names=NAMES):
-    """All four of the library, or some."""
+    """All five of the library, or some."""
 
     def one(name):
         if name == "entropy":
             return jrl.entropy_from_logits(logits, mask, chunk_size=chunk_size)
         if name == "logprobs":
             return jrl.logprobs_from_logits(logits, tokens, mask, chunk_size=chunk_size)
+        if name == "jsd":
+            return jrl.jsd_from_logits(logits, reference, mask, beta=BETA, chunk_size=chunk_size)
         return jrl.kl_from_logits(logits, reference, mask, direction=name, chunk_size=chunk_size)
 
     return {name: one(name) for name in names}
