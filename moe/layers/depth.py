@@ -192,8 +192,8 @@ def split_layer_groups(
 
 
 def split_groups(outs: Sequence[Any], ran: ModelConfig, config: ModelConfig) -> list[Any]:
-    """Splits the outputs of `run_layers` of all layers into the layer groups of a configuration that
-    scans fewer stacks.
+    """Splits the outputs of `run_layers` of all layers into the layer groups of a configuration
+    that scans fewer stacks.
 
     Args:
       outs: trees of arrays, one for each layer group of `ran`.
