@@ -53,7 +53,11 @@ PRODUCTS = {
 
 
 class Columns(NamedTuple):
-    """Columns of a cache that its rows see: of each the first, and one past the last."""
+    """Columns of a cache that its rows see: of each the first, and one past the last.
+
+    Attributes:
+      length: columns that a program of the kernel reads; None is its own choice.
+    """
 
     first: tuple[int, ...]
     stop: tuple[int, ...]
@@ -62,14 +66,18 @@ class Columns(NamedTuple):
     head_dim: int = 128
     v_head_dim: int = 64
     room: int = 192
+    length: int | None = None
 
 
 COLUMNS = {
-    # They end in the first part of their columns, in the second and at the end of one.
+    # They end in the first block, in the third and at the end of one.
     "rows of several lengths": Columns((0, 0, 0), (3, 136, 128)),
     "windows": Columns((130, 0, 100), (136, 5, 131)),
-    # A program has fewer columns of them.
     "wide heads": Columns((0, 60, 100), (3, 192, 128), head_dim=256, v_head_dim=256),
+    # More blocks than memory has slots; queries of a head that are more than are copied at a time.
+    "long rows": Columns((0, 70, 100), (1, 320, 128), heads=18, room=320, length=320),
+    # The second is half as long; a row sees one of them, a row both.
+    "splits": Columns((0, 130, 100), (128, 192, 129), length=128),
 }
 
 

@@ -83,8 +83,9 @@ def kernel_bytes(model: Model, rows: int, num_positions: int) -> int:
         rank = config.mla.kv_lora_rank
         partial_results = latent_decode.output_shapes(rows, heads, rank, num_positions)
     else:
-        widths = config.head_dim, config.v_head_dim
-        partial_results = decode_kernel.output_shapes(rows, heads, kv_heads, *widths, num_positions)
+        partial_results = decode_kernel.output_shapes(
+            rows, heads, kv_heads, config.v_head_dim, num_positions, config.dtype
+        )
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in partial_results)
 
 

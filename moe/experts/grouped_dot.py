@@ -333,7 +333,8 @@ def plain_sum(rows, others, sizes):
 
 def mosaic_multiply(side, rows, weights, sizes):
     grouped.require_support(rows, weights.shape[2 - side])
-    return grouped.multiply_rows(side, rows, weights, sizes)
+    tiling = grouped.tiling_of(rows.shape[0], weights.shape[0])
+    return grouped.multiply_rows(side, rows, weights, sizes, tiling=tiling)
 
 
 def mosaic_sum(rows, others, sizes):

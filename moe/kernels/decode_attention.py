@@ -1,36 +1,47 @@
 """Decode attention kernel: one query token per row over a KV cache (flash decoding, split-KV).
 
-A program has the queries of one key/value head of a row and 128 columns of the cache, or 64 of wide
-heads: it computes scores, their softmax among these columns and the weighted sum of values, both
-products by the matrix units. The splits of a row are merged by the largest score and the sum of
-exponentials of each. A program whose columns are all hidden reads nothing: the time of a step
-follows the lengths of the rows, not the size of the cache.
+A program has the queries of one key/value head of a row, and loops over blocks of 64 columns with
+an online softmax; the next blocks are copied to shared memory meanwhile. Both products are by the
+matrix units. If there are few rows, several programs share the columns of one: the splits of a row
+are merged by the largest score and the sum of exponentials of each. No block is read whose columns
+are all hidden: the time of a step follows the lengths of the rows, not the size of the cache.
 
 References:
   Dao et al., "Flash-Decoding for long-context inference", 2023.
   https://crfm.stanford.edu/2023/10/12/flashdecoding.html
 """
 
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from moe.kernels.choice import call_implementation, unsupported_dtype, unsupported_dtypes
-from moe.kernels.grouped import store_rows, tile_width, zero_outside
+from moe.kernels.grouped import pad_rows, store_rows, tile_width, zero_outside
 from moe.kernels.mosaic import Target, launch, mosaic_gpu, product
 from moe.ops.attention import cached_attention
 
-MAX_COLUMNS = 128
-"""Columns of one program, at most (`columns_per_program`)."""
 UNIT = 64
-"""The number of columns of a cache is a multiple of this: the least that the matrix units take."""
+"""Columns of a block, which the number of columns of a cache is a multiple of: the least that the
+matrix units take."""
+SLOTS = 2
+"""Blocks of keys and values in shared memory: one is multiplied while the next one arrives. Two
+programs fit on a multiprocessor if heads have up to 128 elements."""
 MIN_QUERIES = 64
-"""Rows that the matrix units multiply at least; the queries of a head are padded to them."""
+"""Rows that the matrix units multiply at least. Those past the queries of a head have arbitrary
+values, which are not written."""
+QUERY_UNIT = 8
+"""Queries are copied to shared memory in blocks of this size, with those of other heads in them."""
+MIN_PROGRAMS, MIN_COLUMNS = 2 * 128, 2 * UNIT
+"""Least number of programs, if rows have enough columns: about two for each multiprocessor of an
+H100. And least number of columns of a program."""
 MAX_TILE = 128
 """Elements of a head's output in a tile, at most: with 256 in one tile, Mosaic GPU of JAX 0.12
 infers layouts of registers and shared memory for minutes."""
@@ -89,8 +100,10 @@ def unsupported_heads(dtype: Any, group: int, *widths: int) -> str | None:
     for width in widths:
         if width % 64 or not 0 < width <= MAX_HEAD_DIM:
             return f"heads of {width} elements (needs a multiple of 64 up to {MAX_HEAD_DIM})"
-    if group > MIN_QUERIES:
-        return f"{group} query heads per key/value head (at most {MIN_QUERIES})"
+    most = MIN_QUERIES - QUERY_UNIT
+    if group > MIN_QUERIES or (group > most and group % QUERY_UNIT):
+        rule = f"at most {MIN_QUERIES}, above {most} a multiple of {QUERY_UNIT}"
+        return f"{group} query heads per key/value head ({rule})"
     return None
 
 
@@ -135,137 +148,207 @@ def split_attention(
     layer: Int[Array, ""],
     *,
     scale: float | None = None,
+    length: int | None = None,
     simulated: bool = False,
 ) -> Float[Array, "row heads v_head_dim"]:
     """`decode_attention` by the kernel.
 
     Args:
+      length: columns of a program, a multiple of `UNIT`; None is `split_length`.
       simulated: see `moe.kernels.mosaic.launch`.
     """
     rows, heads, head_dim = query.shape
     kv_heads, width, num_columns = keys.shape[2], values.shape[-1], keys.shape[-1]
-    columns = columns_per_program(head_dim, width)
-    group, splits = heads // kv_heads, -(-num_columns // columns)
-    factor = head_dim**-0.5 if scale is None else scale
-    by_kv_head = query.reshape(rows * kv_heads, group, head_dim)
+    group, factor = heads // kv_heads, head_dim**-0.5 if scale is None else scale
+    length = split_length(rows * kv_heads, num_columns) if length is None else length
+    splits = -(-num_columns // length)
     # All query heads of a key/value head in one product: its keys are then read once.
-    by_kv_head = jnp.pad(by_kv_head, ((0, 0), (0, MIN_QUERIES - group), (0, 0)))
+    num_queries = loaded_queries(group)
+    queries = pad_rows(query.reshape(rows * heads, head_dim), num_queries)
     visible = (x.astype(jnp.int32) for x in (first, stop))
 
-    def body(target, program, layer, first, stop, query, keys, values, out, most, total):
+    def body(target, program, layer, first, stop, query, keys, values, out, *merged_by):
         # Splits of a row are neighbours, so that a long row is spread over the multiprocessors.
         split = lax.rem(program, jnp.int32(splits))
         head = lax.div(program, jnp.int32(splits))
         row, kv_head = lax.div(head, jnp.int32(kv_heads)), lax.rem(head, jnp.int32(kv_heads))
-        # The visible range relative to this split; it may start before it or end after it.
-        begin, end = first[row] - split * columns, stop[row] - split * columns
+        start = split * length
+        # The visible range relative to this split.
+        begin = jnp.maximum(first[row] - start, 0)
+        end = jnp.minimum(stop[row] - start, length)
+
+        def block(index):
+            columns = pl.ds(start + index * UNIT, UNIT)
+            return (
+                keys.at[layer[0], row, kv_head, :, columns],
+                values.at[layer[0], row, kv_head, columns],
+            )
 
         # Hidden splits leave their outputs unwritten; `merge_splits` does not read them.
-        @pl.when((begin < columns) & (end > 0))
+        @pl.when(begin < end)
         def _():
-            sources = (
-                query.at[head],
-                keys.at[layer[0], row, kv_head, :, pl.ds(split * columns, columns)],
-                values.at[layer[0], row, kv_head, pl.ds(split * columns, columns)],
-            )
-            tiles, largest, sums = _attend_columns(target, sources, begin, end, factor)
-            # Only the rows of real queries: the padding would be most of what is written.
-            for index, weighted_values in enumerate(tiles):
-                store_rows(weighted_values, 0, jnp.int32(group), program * group, index, out)
-            queries = pl.ds(program * MIN_QUERIES, MIN_QUERIES)
-            target.store(most.at[queries], largest)
-            target.store(total.at[queries], sums)
+            query_block = lax.div(head * group, jnp.int32(QUERY_UNIT))
+            before = head * group - query_block * QUERY_UNIT
+            loaded = query.at[pl.ds(query_block * QUERY_UNIT, num_queries)]
+            sums, largest, total = _attend(target, loaded, block, begin, end, factor)
+            if splits == 1:
+                sums = [x / target.broadcast(total, x.shape) for x in sums]
+            # Only the rows of its own queries: the others would be most of what is written.
+            for index, tile in enumerate(sums):
+                store_rows(tile, before, jnp.int32(group), program * group - before, index, out)
+            for ref, vector in zip(merged_by, (largest, total), strict=False):
+                target.store(ref.at[pl.ds(program * MIN_QUERIES, MIN_QUERIES)], vector)
 
-    out, most, total = launch(
+    out, *merged_by = launch(
         body,
         rows * kv_heads * splits,
-        output_shapes(rows, heads, kv_heads, head_dim, width, num_columns),
-        [layer.reshape(1), *visible, by_kv_head, keys, values],
+        output_shapes(rows, heads, kv_heads, width, num_columns, values.dtype, length),
+        [layer.reshape(1), *visible, queries, keys, values],
         operation="decode_attention",
         simulated=simulated,
     )
-    # Merged by XLA after the kernel: splits are few, and no program has to wait for another.
-    split_shape = (rows, kv_heads, splits, -1)
-    attention = merge_splits(
-        out.reshape(*split_shape[:3], group, width),
-        most.reshape(split_shape)[..., :group],
-        total.reshape(split_shape)[..., :group],
-        first,
-        stop,
-        columns,
-    )
+    if splits == 1:
+        return out.reshape(rows, heads, width)
+    split_shape = rows, kv_heads, splits, -1
+    # The rows of a head's own queries among those that its programs have loaded.
+    begins = np.arange(rows * kv_heads) * group % QUERY_UNIT
+    own = (begins[:, None] + np.arange(group)).reshape(rows, kv_heads, 1, group)
+    largest, total = (jnp.take_along_axis(x.reshape(split_shape), own, axis=3) for x in merged_by)
+    out = out.reshape(*split_shape[:3], group, width)
+    attention = merge_splits(out, largest, total, first, stop, length)
     return attention.reshape(rows, heads, width).astype(values.dtype)
 
 
-def columns_per_program(head_dim: int, width: int) -> int:
-    """Columns of a program, for the widths of a key head and of a value head. With 64 of wide heads
-    two programs fit on a multiprocessor, so that one multiplies while the other's copies arrive."""
-    return MAX_COLUMNS if head_dim + width <= 256 else UNIT
+def loaded_queries(group: int) -> int:
+    """Queries that a program copies to shared memory: the blocks that contain its `group`."""
+    # A group may begin within a block and end in the next one.
+    most = group if QUERY_UNIT % group == 0 else group + QUERY_UNIT - math.gcd(group, QUERY_UNIT)
+    return -(-most // QUERY_UNIT) * QUERY_UNIT
+
+
+def split_length(rows: int, num_columns: int) -> int:
+    """Columns of a program, for a number of rows times key/value heads and a size of the cache: all
+    of them, unless there are too few programs."""
+    splits = min(max(1, num_columns // MIN_COLUMNS), -(-MIN_PROGRAMS // rows))
+    return -(-num_columns // (splits * UNIT)) * UNIT
 
 
 def output_shapes(
-    rows: int, heads: int, kv_heads: int, head_dim: int, width: int, num_columns: int
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    num_columns: int,
+    dtype: Any,
+    length: int | None = None,
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes of the kernel's outputs, which `merge_splits` reads: sums of values, largest scores
-    and sums of exponentials.
+    """Shapes of the kernel's outputs: the attention of rows that are not split, or what
+    `merge_splits` reads: sums of values, largest scores and sums of exponentials.
 
     Args:
       heads: query heads.
-      head_dim, width: width of a key head and of a value head.
+      width: elements of a value head.
       num_columns: columns of the cache.
+      dtype: dtype of the values.
+      length: columns of a program, as for `split_attention`.
     """
-    programs = rows * kv_heads * -(-num_columns // columns_per_program(head_dim, width))
-    sums = (programs * MIN_QUERIES,)
-    shapes = (programs * (heads // kv_heads), width), sums, sums
+    length = split_length(rows * kv_heads, num_columns) if length is None else length
+    splits = -(-num_columns // length)
+    if splits == 1:
+        return (jax.ShapeDtypeStruct((rows * heads, width), dtype),)
+    sums = (rows * kv_heads * splits * MIN_QUERIES,)
+    shapes = (rows * heads * splits, width), sums, sums
     return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
 
 
-def _attend_columns(target: Target, sources, begin, end, factor: float):
+def _attend(
+    target: Target, queries, block: Callable[[Any], tuple[Any, Any]], begin, end, factor: float
+) -> tuple[Sequence[Array], Array, Array]:
     """Attention over the columns of a program: for each query the sum of values weighted by
     exponentials, in tiles of at most `MAX_TILE` elements, the largest score, and the sum of
-    exponentials relative to it."""
+    exponentials relative to it.
 
-    def attend_loaded(query, keys, values, arrived):
-        # A program has one block, so there is nothing to overlap a copy with inside it; several
-        # programs on a multiprocessor overlap each other's.
-        for source, buffer in zip(sources, (query, keys, values), strict=True):
-            mosaic_gpu().copy_gmem_to_smem(source, buffer, arrived)
-        mosaic_gpu().barrier_wait(arrived)
+    Args:
+      queries: ``[query, head_dim]`` in device memory.
+      block: from the index of a block to its keys and values in device memory.
+      begin, end: range of visible columns, relative to the first of block 0; at least one.
+      factor: multiplies the scores.
+    """
+    gpu, size = mosaic_gpu(), jnp.int32(UNIT)
+    lowest, highest = lax.div(begin, size), lax.div(end + UNIT - 1, size)
+    kinds = block(jnp.int32(0))
 
-        # Hidden columns may hold NaN or infinity, and zero times these is not zero. Keys need no
-        # such care: their scores are replaced below. A slice at a time, as registers are few.
-        @pl.when((begin > 0) | (end < values.shape[0]))
-        def _():
-            def clear(tile, _):
-                zero_outside(target, values.at[:, pl.ds(tile * UNIT, UNIT)], begin, end)
+    def attend_blocks(query_memory, key_slots, value_slots, queries_arrived, arrived):
+        width = value_slots.shape[2]
+        tile = tile_width(width, MAX_TILE)
 
-            lax.fori_loop(0, values.shape[1] // UNIT, clear, None)
-            mosaic_gpu().commit_smem()
+        def slot_of(index):
+            return lax.rem(index - lowest, jnp.int32(SLOTS))
 
-        scores = product(query, keys) * factor
-        visible = target.in_range(scores.shape, 1, begin, end)
-        # Minus infinity is safe: at least one column is visible, so the maximum is finite.
-        scores = jnp.where(visible, scores, target.full(scores.shape, -jnp.inf))
-        largest = target.tiled(jnp.max(scores, axis=1))
-        powers = jnp.exp(scores - target.broadcast(largest, scores.shape))
-        sums = target.tiled(jnp.sum(powers, axis=1))
+        def load_block(index):
+            @pl.when(index < highest)
+            def _():
+                slot = slot_of(index)
+                for source, memory in zip(block(index), (key_slots, value_slots), strict=True):
+                    gpu.copy_gmem_to_smem(source, memory.at[slot], arrived.at[slot])
 
-        # Relative to the largest score of the split, so that no exponential overflows;
-        # `merge_splits` rescales it to the largest of the row. Through shared memory, as `product`
-        # takes both operands from there.
-        def weigh_values(staged):
-            staged[...] = powers.astype(staged.dtype)
-            mosaic_gpu().commit_smem()
-            size = tile_width(values.shape[1], MAX_TILE)
-            starts = range(0, values.shape[1], size)
-            return tuple(product(staged, values.at[:, pl.ds(start, size)]) for start in starts)
+        def step(index, carry):
+            sums, largest, total = carry
+            slot, hidden = slot_of(index), index * UNIT
+            keys, values = key_slots.at[slot], value_slots.at[slot]
+            gpu.barrier_wait(arrived.at[slot])
 
-        staged = mosaic_gpu().SMEM(scores.shape, sources[2].dtype)
-        return pl.run_scoped(weigh_values, staged), largest, sums
+            # Hidden columns may hold NaN or infinity, and zero times these is not zero. Keys need
+            # no such care: their scores are replaced below. A slice at a time, as registers are
+            # few.
+            @pl.when((begin > hidden) | (end < hidden + UNIT))
+            def _():
+                def clear(part, _):
+                    columns = values.at[:, pl.ds(part * 64, 64)]
+                    zero_outside(target, columns, begin - hidden, end - hidden)
 
-    gpu = mosaic_gpu()
-    buffers = [gpu.SMEM(source.shape, source.dtype) for source in sources]
-    return pl.run_scoped(attend_loaded, *buffers, gpu.Barrier(num_arrivals=len(sources)))
+                lax.fori_loop(0, width // 64, clear, None)
+                gpu.commit_smem()
+
+            scores = product(query_memory, keys) * factor
+            visible = target.in_range(scores.shape, 1, begin - hidden, end - hidden)
+            # Minus infinity is safe: every block in the range has a visible column, so from the
+            # first one on the maximum is finite.
+            scores = jnp.where(visible, scores, target.full(scores.shape, -jnp.inf))
+            now = jnp.maximum(largest, target.tiled(jnp.max(scores, axis=1)))
+            shrink = jnp.exp(largest - now)
+            powers = jnp.exp(scores - target.broadcast(now, scores.shape))
+            total = total * shrink + target.tiled(jnp.sum(powers, axis=1))
+            weights = powers.astype(values.dtype)
+            sums = tuple(
+                target.add_product(
+                    x * target.broadcast(shrink, x.shape),
+                    weights,
+                    values.at[:, pl.ds(part * tile, tile)],
+                )
+                for part, x in enumerate(sums)
+            )
+            # All warps have read the slot, and it may be overwritten.
+            gpu.commit_smem()
+            load_block(index + SLOTS)
+            return sums, now, total
+
+        own = query_memory.at[pl.ds(0, queries.shape[0])]
+        gpu.copy_gmem_to_smem(queries, own, queries_arrived)
+        for ahead in range(SLOTS):
+            load_block(lowest + ahead)
+        gpu.barrier_wait(queries_arrived)
+        zeros = target.full((MIN_QUERIES, tile), 0.0)
+        least = target.full((MIN_QUERIES,), -jnp.inf), target.full((MIN_QUERIES,), 0.0)
+        return lax.fori_loop(lowest, highest, step, ((zeros,) * (width // tile), *least))
+
+    return pl.run_scoped(
+        attend_blocks,
+        gpu.SMEM((MIN_QUERIES, queries.shape[1]), queries.dtype),
+        *(gpu.SMEM((SLOTS, *x.shape), x.dtype) for x in kinds),
+        gpu.Barrier(),
+        gpu.Barrier(num_arrivals=len(kinds), num_barriers=SLOTS),
+    )
 
 
 def merge_splits(

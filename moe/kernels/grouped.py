@@ -43,6 +43,7 @@ class Tiling(NamedTuple):
 
 
 TILING = Tiling()
+SMALL_TILING = Tiling(rows=64)
 UNIT = 64
 """Both dimensions of a matrix are multiples of this."""
 
@@ -63,6 +64,12 @@ def require_support(rows: Array | jax.ShapeDtypeStruct, width: int) -> None:
             f'implementation="mosaic" of grouped_dot does not support {reason}: use "blocks", or '
             "None for the best that applies."
         )
+
+
+def tiling_of(num_rows: int, num_groups: int) -> Tiling:
+    """Tiling of a product: small tiles if groups have few rows, as in decoding. Of a larger tile
+    most rows would belong to other groups, and three programs fit on a multiprocessor, not two."""
+    return SMALL_TILING if num_rows <= SMALL_TILING.rows * num_groups else TILING
 
 
 class Tiles(NamedTuple):

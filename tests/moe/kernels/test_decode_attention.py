@@ -13,18 +13,18 @@ from benchmarks.kernel_cases import COLUMNS
 from moe.kernels.decode_attention import decode_attention, split_attention
 
 KERNEL = "custom_call @mosaic_gpu_v2"
-ROWS, (_, _, HEADS, KV_HEADS, HEAD_DIM, _, ROOM) = 3, COLUMNS["windows"]
+ROWS, HEAD_DIM = 3, COLUMNS["windows"].head_dim
 
 
 def given(name, dtype=jnp.bfloat16):
     """Query, keys and values, NaN in the columns that a row does not see, and these columns."""
     draw, case = np.random.default_rng(0), COLUMNS[name]
     first, stop = case.first, case.stop
-    query = draw.normal(size=(ROWS, HEADS, case.head_dim))
-    keys = draw.normal(size=(ROWS, KV_HEADS, case.head_dim, ROOM))
-    values = draw.normal(size=(ROWS, KV_HEADS, ROOM, case.v_head_dim))
+    query = draw.normal(size=(ROWS, case.heads, case.head_dim))
+    keys = draw.normal(size=(ROWS, case.kv_heads, case.head_dim, case.room))
+    values = draw.normal(size=(ROWS, case.kv_heads, case.room, case.v_head_dim))
     for row in range(ROWS):
-        unseen = np.r_[: first[row], stop[row] : ROOM]
+        unseen = np.r_[: first[row], stop[row] : case.room]
         keys[row, :, :, unseen] = np.nan
         values[row, :, unseen] = np.nan
     ends = (np.asarray(x, np.int32) for x in (first, stop))
@@ -34,25 +34,26 @@ def given(name, dtype=jnp.bfloat16):
 def looped(query, keys, values, first, stop, scale):
     """In float64, a query at a time."""
     query, keys, values = (np.asarray(x, np.float64) for x in (query, keys, values))
-    out = np.zeros((ROWS, HEADS, values.shape[3]))
+    out, heads = np.zeros((*query.shape[:2], values.shape[3])), query.shape[1]
     for row in range(ROWS):
         seen = slice(int(first[row]), int(stop[row]))
-        for head in range(HEADS):
-            own = head // (HEADS // KV_HEADS)
+        for head in range(heads):
+            own = head // (heads // keys.shape[1])
             scores = scale * query[row, head] @ keys[row, own, :, seen]
             powers = np.exp(scores - scores.max())
             out[row, head] = powers @ values[row, own, seen] / powers.sum()
     return out
 
 
-@pytest.mark.parametrize("name", full_but(COLUMNS, "windows"))
+@pytest.mark.parametrize("name", full_but(COLUMNS, "windows", "splits"))
 def test_the_kernel_equals_float64(name):
     query, keys, values, first, stop = given(name)
     # The second of three layers; the others hold what must not be read.
     keys, values = (
         np.stack([np.full_like(x, np.nan), x, np.full_like(x, np.nan)]) for x in (keys, values)
     )
-    kernel = jit(partial(split_attention, scale=0.1, simulated=True))
+    length = COLUMNS[name].length
+    kernel = jit(partial(split_attention, scale=0.1, length=length, simulated=True))
     found = kernel(query, keys, values, first, stop, np.int32(1))
     assert found.dtype == jnp.bfloat16
     expected = looped(query, keys[1], values[1], first, stop, 0.1)

@@ -17,7 +17,7 @@ from benchmarks.kernel_cases import PRODUCTS, TILINGS
 from moe.experts import grouped_dot as dot
 from moe.experts.grouped_dot import grouped_dot
 from moe.kernels import choice, grouped
-from moe.kernels.grouped import Tiling, plan_tiles
+from moe.kernels.grouped import SMALL_TILING, TILING, Tiling, plan_tiles, tiling_of
 
 KERNEL = "custom_call @mosaic_gpu_v2"
 SMALL = Tiling(rows=64, columns=64, depth=64, stages=2, wide=2)
@@ -217,3 +217,16 @@ def test_other_gpus_are_refused(monkeypatch):
         dot.IMPLEMENTATIONS["mosaic"].multiply_rows(
             0, half((8, 64)), half((2, 64, 64)), jnp.ones(2, jnp.int32)
         )
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "expected"),
+    [
+        (2048, 128, SMALL_TILING),
+        (8192, 128, SMALL_TILING),
+        (8193, 128, TILING),
+        (64, 1, SMALL_TILING),
+    ],
+)
+def test_tiling_of_few_rows_is_small(rows, groups, expected):
+    assert tiling_of(rows, groups) == expected
