@@ -107,10 +107,10 @@ class Execution:
     1.5 is usual, 0 means worst-case buffers. An update, a scoring pass or a prefill that
     overflows is discarded and recomputed with worst-case buffers, so that results do not depend on
     it. None is worst-case buffers; in a run, 1.5 on GPUs."""
-    expert_chunks: int = _option(1, experts=True)
+    expert_chunks: int | None = _option(None, experts=True)
     """Chunks in which the tokens of a device are sent to the experts and back, so that the
     communication of one overlaps the GEMMs of another. A decode step has few tokens
-    and uses 1."""
+    and uses 1. None is 1; in a run, 2 on GPUs."""
     two_batch_overlap: bool = False
     """Run the rows of a device through each layer as two independent half-batches, so that the
     communication of one overlaps the computation of the other (`moe.layers.two_batch_overlap`). A
@@ -121,6 +121,11 @@ class Execution:
     than eight layers."""
     vocab_chunk: int | None = 8192
     """Vocabulary entries whose logits a device computes at a time in training; None is all."""
+
+    @property
+    def num_chunks(self) -> int:
+        """`expert_chunks`, 1 for None."""
+        return 1 if self.expert_chunks is None else self.expert_chunks
 
     @property
     def overlaps(self) -> bool:
@@ -162,7 +167,7 @@ class Execution:
                 "fast as a ring, python -m benchmarks.dispatch measures it, and None is the "
                 "planner's value."
             )
-        if self.expert_chunks < 1:
+        if self.num_chunks < 1:
             raise ValueError(
                 f"expert_chunks={self.expert_chunks} must be at least 1: 1 sends all tokens in one "
                 "chunk, and 2 or more overlap communication with computation."

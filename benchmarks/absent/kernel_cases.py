@@ -68,7 +68,8 @@ def _products(model: Model) -> Iterator[Case]:
     yield Case("gate/up product", partial(product, 0), (spread, into, sizes))
     yield Case("down product", partial(product, 0), (units, out, sizes))
     yield Case("transposed product", partial(product, 1), (spread, out, sizes))
-    yield Case("weight gradient", total, (spread, units, sizes))
+    # In the dtype of the weights, as an update asks for it.
+    yield Case("weight gradient", partial(total, dtype=jnp.bfloat16), (spread, units, sizes))
 
 
 def _moves(model: Model) -> Iterator[Case]:

@@ -15,10 +15,10 @@ from benchmarks.absent.selection import Selection
 from benchmarks.absent.steps import ON_64, SELECTED, Step
 from benchmarks.absent.timeline import overlap
 
-CHUNKS, TWO_BATCHES = "--expert-chunks 2", "--two-batch-overlap"
+ONE_CHUNK, TWO_BATCHES = "--expert-chunks 1", "--two-batch-overlap"
 REDUCTIONS, ALL = "--overlap-grad-reduce", "all three"
 FLAGS: dict[str, dict[str, Any]] = {
-    CHUNKS: {"expert_chunks": 2},
+    ONE_CHUNK: {"expert_chunks": 1},
     TWO_BATCHES: {"two_batch_overlap": True},
     REDUCTIONS: {"overlap_grad_reduce": True},
     ALL: {"expert_chunks": 2, "two_batch_overlap": True, "overlap_grad_reduce": True},
@@ -53,9 +53,9 @@ class Scheduled(NamedTuple):
 SCHEDULED = (
     *(Scheduled(SELECTED, flags) for flags in FLAGS),
     Scheduled(SELECTED, "", MORE_MEMORY),
-    Scheduled(SELECTED, CHUNKS, MORE_MEMORY),
+    Scheduled(SELECTED, ONE_CHUNK, MORE_MEMORY),
     # A device has one row of it, which has no halves.
-    Scheduled(ON_64, CHUNKS),
+    Scheduled(ON_64, ONE_CHUNK),
 )
 
 

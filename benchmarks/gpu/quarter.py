@@ -108,10 +108,11 @@ QUESTIONS = (
     Question(
         *("update", "first", 110),
         "What is the trainer's update of a device that is full, and what do all logits gain?",
-        "Dense 0.51 of the datasheet's rate, with all logits 0.53; mixture 0.39 to 0.41.",
-        "If all logits gain, `vocab_chunk` follows the memory that is there.",
+        "Dense 0.53 to 0.56 of the datasheet's rate; of half the rows 0.01 less, with all logits "
+        "0.015 more than that; mixture 0.42 to 0.46.",
+        "If all logits gain nothing, a run leaves `vocab_chunk` at 8192 whatever is free.",
         ("step",),
-        ("3.2b dense as it is", "3.6b moe as it is", "3.2b dense all logits"),
+        ("3.2b dense as it is", "3.6b moe as it is", "3.2b dense half the rows"),
     ),
     Question(
         *("experts layer", "first", 50),

@@ -300,8 +300,8 @@ class Implementation(NamedTuple):
       multiply_rows: ``(side, rows, weights, sizes)``, each row times the matrix of its group,
         contracted over dimension `side` of it: 0 is the product, 1 the one with the matrices
         transposed.
-      sum_products: ``(rows [row inner], others [row outer], sizes) -> [group inner outer]``, the
-        sum of ``rows[r]^T others[r]`` over the rows of a group, float32.
+      sum_products: ``(rows [row inner], others [row outer], sizes, dtype) -> [group inner outer]``,
+        the sum of ``rows[r]^T others[r]`` over the rows of a group in float32, rounded to `dtype`.
     """
 
     multiply_rows: Callable[..., Any]
@@ -337,9 +337,14 @@ def mosaic_multiply(side, rows, weights, sizes):
     return grouped.multiply_rows(side, rows, weights, sizes, tiling=tiling)
 
 
-def mosaic_sum(rows, others, sizes):
+def mosaic_sum(rows, others, sizes, dtype):
     grouped.require_support(rows, others.shape[1])
-    return grouped.sum_products(rows, others, sizes)
+    return grouped.sum_products(rows, others, sizes, dtype=dtype)
+
+
+def _rounded(total: Callable[..., Array]) -> Callable[..., Array]:
+    """`Implementation.sum_products` of a function that returns float32."""
+    return lambda rows, others, sizes, dtype: total(rows, others, sizes).astype(dtype)
 
 
 def grouped_dot(
@@ -400,19 +405,19 @@ def _backward(implementation, most, residuals, grad_out):
     # Both gradients are grouped products again; sizes are integers and have none.
     product = _select_implementation(implementation, most)
     grad_rows = product.multiply_rows(1, grad_out, cast_matrices(weights, rows), sizes)
-    grad_weights = product.sum_products(rows, grad_out, sizes)
-    return grad_rows, grad_weights.astype(weights.dtype).reshape(weights.shape), None
+    grad_weights = product.sum_products(rows, grad_out, sizes, weights.dtype)
+    return grad_rows, grad_weights.reshape(weights.shape), None
 
 
 _grouped_dot.defvjp(_forward, _backward)
 
 
 IMPLEMENTATIONS = {
-    "tiles": Implementation(tiles_multiply, tiles_sum),
-    "batched": Implementation(batched_multiply, batched_sum),
-    "blocks": Implementation(blocks_multiply, blocks_sum),
+    "tiles": Implementation(tiles_multiply, _rounded(tiles_sum)),
+    "batched": Implementation(batched_multiply, _rounded(batched_sum)),
+    "blocks": Implementation(blocks_multiply, _rounded(blocks_sum)),
     "mosaic": Implementation(mosaic_multiply, mosaic_sum),
-    "plain": Implementation(plain_multiply, plain_sum),
+    "plain": Implementation(plain_multiply, _rounded(plain_sum)),
 }
 
 
@@ -440,7 +445,8 @@ def _best_sum(most, *operands):
 def _select_implementation(name: str | None, most: int | None) -> Implementation:
     """The named implementation; for None, the best of each platform."""
     if name is None:
-        return Implementation(partial(_best_multiply, most), partial(_best_sum, most))
+        return Implementation(partial(_best_multiply, most), _rounded(partial(_best_sum, most)))
     if name == "batched":
-        return Implementation(partial(batched_multiply, most=most), partial(batched_sum, most=most))
+        total = _rounded(partial(batched_sum, most=most))
+        return Implementation(partial(batched_multiply, most=most), total)
     return IMPLEMENTATIONS[name]

@@ -8,7 +8,8 @@ JAX ships reference kernels of both (`jax.experimental.pallas.ops.gpu.ragged_dot
   groups, which is unrolled there; empty tiles are skipped.
 * Rows of no group give zeros, and their contents reach no sum; there such rows stay unwritten and
   are multiplied by zero.
-* Sums are returned in float32, and both kernels can be lowered on a machine that has no GPU.
+* Sums are rounded once, from float32 to the dtype that is asked for; both kernels can be lowered
+  on a machine that has no GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int
 
 from moe.kernels.choice import foreign_gpus, unsupported_dtype
 from moe.kernels.mosaic import Target, launch, mosaic_gpu
@@ -268,10 +269,11 @@ def sum_products(
     others: Float[Array, "row outer"],
     sizes: Int[Array, "group"],
     *,
+    dtype: DTypeLike = jnp.float32,
     tiling: Tiling = TILING,
     simulated: bool = False,
 ) -> Float[Array, "group inner outer"]:
-    """Sum of ``rows[r]^T others[r]`` over the rows of each group, float32."""
+    """Sum of ``rows[r]^T others[r]`` over the rows of each group, in float32, then in `dtype`."""
     num_groups, (inner, outer) = sizes.shape[0], (rows.shape[1], others.shape[1])
     step = tiling.depth
     stop = jnp.cumsum(sizes.astype(jnp.int32))
@@ -319,18 +321,18 @@ def sum_products(
         group_sum = pl.run_scoped(accumulate, accumulator)
 
         def store(staged):
-            staged[...] = group_sum
+            staged[...] = group_sum.astype(dtype)
             mosaic_gpu().commit_smem()
             tile = group, pl.ds(i * height, height), pl.ds(j * width, width)
             mosaic_gpu().copy_smem_to_gmem(staged, out.at[tile])
             mosaic_gpu().wait_smem_to_gmem(0, wait_read_only=True)
 
-        pl.run_scoped(store, mosaic_gpu().SMEM((height, width), jnp.float32))
+        pl.run_scoped(store, mosaic_gpu().SMEM((height, width), dtype))
 
     return launch(
         body,
         num_groups * down * across,
-        [jax.ShapeDtypeStruct((num_groups, inner, outer), jnp.float32)],
+        [jax.ShapeDtypeStruct((num_groups, inner, outer), dtype)],
         [start, stop, pad_rows(rows, step), pad_rows(others, step)],
         operation="grouped_dot",
         name="grouped_sum",

@@ -250,7 +250,7 @@ def _products_of_layers(
     # Each half of the rows reads all matrices again, each chunk of tokens reads its experts'
     # matrices.
     num_streams = len(method.streams(batch))
-    expert_reads = num_streams * method.execution.expert_chunks
+    expert_reads = num_streams * method.execution.num_chunks
     reads = [(all_matrices, num_streams), (expert_matrices, expert_reads)]
     for (flops, parameters), num_reads in reads:
         read_parameters = parameters * num_reads
@@ -335,7 +335,7 @@ def _exposed_communication(
         hides = layout.vpp > 1 and system.hides_hops
         hop = volumes.hop(model, batch.local_tokens(layout), method)
         sent["pipeline"] = 0.0 if hides else 2 * layout.vpp * hop.seconds(layout, hardware)
-    chunks = method.execution.expert_chunks if system.hides_chunks else 1
+    chunks = method.execution.num_chunks if system.hides_chunks else 1
     if system.hides_two_batch and len(method.streams(batch)) > 1:
         sent = communication.exposed_with_two_batches(sent, layer_products, chunks)
     elif system.hides_experts and "experts" in sent:

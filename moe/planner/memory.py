@@ -179,7 +179,7 @@ def partial_gradient_bytes(
 ) -> float:
     """Bytes of a layer's additional partial gradients, until they are added up: one of all weights
     for each half of the rows, and one of the experts for each chunk of these."""
-    num_streams, chunks, total = len(method.streams(batch)), method.execution.expert_chunks, 0.0
+    num_streams, chunks, total = len(method.streams(batch)), method.execution.num_chunks, 0.0
     if num_streams == chunks == 1:
         return total
     for group in weight_groups(model, layout):

@@ -40,7 +40,7 @@ def _dispatch_text(plan: Plan) -> str:
     if plan.layout.ep * plan.layout.etp == 1:
         return "-"
     comm_dtype = "" if execution.activation_wire is None else " fp8"
-    chunks = "" if execution.expert_chunks == 1 else f" x{execution.expert_chunks}"
+    chunks = "" if execution.num_chunks == 1 else f" x{execution.num_chunks}"
     return method.dispatch + comm_dtype + chunks
 
 

@@ -172,7 +172,7 @@ def dispatch(
 ) -> tuple[list[Transfer], list[Transfer]]:
     """Dispatch of tokens to experts and combine, with ids and gate weights; both passes."""
     per_peer, forward, backward = tokens_per_peer(model, layout, tokens), [], []
-    for size, count in chunk_sizes(tokens, method.execution.expert_chunks):
+    for size, count in chunk_sizes(tokens, method.execution.num_chunks):
         each = min(per_peer, balanced_tokens_per_peer(model, layout, size, method))
         chunk = _dispatcher(model, layout, size, each, method)
         forward_once, backward_once = chunk.transfers()

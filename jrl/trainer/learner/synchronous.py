@@ -17,7 +17,7 @@ _CHECKED: set[tuple[Any, ...]] = set()
 def overlap_flags(execution: Execution) -> list[str]:
     """Flags of the settings that request overlap of communication with computation."""
     requested = {
-        "expert_chunks": execution.expert_chunks > 1,
+        "expert_chunks": execution.num_chunks > 1,
         "two_batch_overlap": execution.two_batch_overlap,
         "overlap_grad_reduce": execution.overlap_grad_reduce,
     }

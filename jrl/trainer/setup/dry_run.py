@@ -46,6 +46,7 @@ ATTENTION_AXES = ("dp", "tp", "cp", "pp")
 
 UNSET = {
     "buffer_factor": "worst case",
+    "expert_chunks": "1",
     "vocab_chunk": "full vocabulary",
     "capacity_factor": "any number",
     "scan_layers": "where there are more than eight",

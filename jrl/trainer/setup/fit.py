@@ -1,6 +1,6 @@
 """Sizes of a run that fit the memory that is free: before anything compiles the predicted peak is
 compared, and slots, micro-batch, vocabulary chunk and response length without a setting are
-lowered."""
+lowered; on GPUs a vocabulary chunk is raised to all columns."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -19,6 +19,10 @@ from moe.planner.search import MEMORY_FRACTION
 
 LEAST_CHUNK, LEAST_RESPONSE = 1024, 64
 """Least vocabulary chunk and response length that are chosen."""
+LOGITS_FRACTION = 0.75
+"""Fraction of the free memory up to which all logits are taken at once. XLA computes values again
+if a program needs more than 76% of the device: beyond it an update computed all logits four
+times."""
 OTHER_FLAGS = "--remat full, --dtype bfloat16, --lora-rank, fewer --prompts or more devices"
 
 
@@ -40,7 +44,8 @@ class Fit:
 def fit(setup: Setup, recipe: Recipe, *, chooses: bool = True) -> Fit:
     """Fits a run into the memory that its devices have free.
 
-    Defaults that fit stay as they are. A size that was set is never changed.
+    Defaults that fit stay as they are, but for `with_all_logits`. A size that was set is never
+    changed.
 
     Args:
       recipe: as requested, before it was fitted to lengths and layout.
@@ -53,9 +58,11 @@ def fit(setup: Setup, recipe: Recipe, *, chooses: bool = True) -> Fit:
     # Choices leave a margin for what is not predicted; a run is refused for no more than it needs.
     budget = MEMORY_FRACTION * free if free is not None else None
     needed = run_memory(setup)
-    if free is None or budget is None or needed.peak <= budget:
+    if free is None or budget is None:
         return Fit(setup, {})
     is_set = _sizes_set(setup, recipe) if chooses else set(SIZES)
+    if needed.peak <= budget:
+        return Fit(setup, {}) if "vocab_chunk" in is_set else with_all_logits(setup, recipe, free)
     fitted, chosen, memory = _lower(setup, recipe, budget, is_set)
     if memory.peak > free:
         raise ValueError(_refusal(setup, recipe, needed, free))
@@ -67,6 +74,25 @@ def fit(setup: Setup, recipe: Recipe, *, chooses: bool = True) -> Fit:
         f"{_size(free)} free, and the defaults need {_size(needed.peak)} ({needed.largest})"
     )
     return Fit(fitted, chosen, line)
+
+
+def with_all_logits(setup: Setup, recipe: Recipe, free: int) -> Fit:
+    """The run with all columns of the head in one chunk, if it is on GPUs and needs no more than
+    `LOGITS_FRACTION` of the free bytes.
+
+    In several chunks each logit is computed twice, once for the gradients: a fourth of the head's
+    products. On a CPU chunks stay in its caches.
+    """
+    columns, chunk = setup.model.vocab_size, setup.model.execution.vocab_chunk
+    if setup.mesh.platform != "gpu" or chunk is None or chunk >= columns:
+        return Fit(setup, {})
+    sizes = {"vocab_chunk": columns}
+    raised = with_sizes(setup, recipe, sizes)
+    memory = run_memory(raised)
+    if memory.peak > LOGITS_FRACTION * free:
+        return Fit(setup, {})
+    line = f"memory: {_flags(sizes)}: no logit is computed twice; {_size(memory.peak)} at the peak"
+    return Fit(raised, sizes, line)
 
 
 def with_settings(record: Any, chosen: Mapping[str, int]) -> Any:

@@ -91,7 +91,7 @@ def dispatch(
     Raises:
       ValueError: see `check_dispatch`.
     """
-    name, chunks, num_local = execution.dispatch, execution.expert_chunks, weights.down.shape[0]
+    name, chunks, num_local = execution.dispatch, execution.num_chunks, weights.down.shape[0]
     if name is None:
         (num_tokens, k), ep = routing.experts.shape, mesh.size(mesh.ep)
         peer_capacity = peer_capacity_of(k, ep, None, execution.buffer_factor)

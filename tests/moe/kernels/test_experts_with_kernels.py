@@ -163,8 +163,8 @@ def multiply_rows(side, rows, weights, sizes):
     return plain_multiply(side, of_groups(sizes, rows), weights, sizes)
 
 
-def sum_products(rows, others, sizes):
-    return plain_sum(*(of_groups(sizes, x) for x in (rows, others)), sizes)
+def sum_products(rows, others, sizes, dtype):
+    return plain_sum(*(of_groups(sizes, x) for x in (rows, others)), sizes).astype(dtype)
 
 
 def interpreted(monkeypatch, *modules, **how):

@@ -74,6 +74,9 @@ def test_both_gradients_equal_float64(name):
     found = grouped.sum_products(rows, pull, sizes, **options)
     assert found.dtype == jnp.float32
     close(found, by_weights, jnp.float32)
+    rounded = grouped.sum_products(rows, pull, sizes, dtype=jnp.bfloat16, **options)
+    assert rounded.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(rounded, found.astype(jnp.bfloat16))
 
 
 compiled_tiles = jit(plan_tiles, static_argnums=(1, 2))
@@ -135,6 +138,14 @@ def test_the_product_and_both_gradients_are_kernels_on_cuda(name):
     assert f"tensor<{groups}x{inner}x{outer}xbf16>" in text
     copies = [line for line in text.splitlines() if "stablehlo.gather" in line]
     assert not any("bf16" in line for line in copies)
+
+
+def test_gradient_of_bfloat16_matrices_is_not_converted_on_cuda():
+    rows, inner, outer, groups = SHAPES["small"]
+    of_rows = shaped(rows, inner), shaped(groups, inner, outer), shaped(rows, outer)
+    text = exported(with_gradients, *of_rows, shaped(groups, dtype=jnp.int32))
+    assert f"tensor<{groups}x{inner}x{outer}xbf16>" in text
+    assert f"tensor<{groups}x{inner}x{outer}xf32>" not in text
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from jrl.trainer.setup import fit as fitting
 from jrl.trainer.setup.fit import fit, with_settings
 from jrl.trainer.setup.memory import run_memory
 from jrl.trainer.setup.setup import build_setup
+from sharding.folding import fold_abstract
 
 GIB = 2**30
 
@@ -43,6 +44,28 @@ def test_fit_keeps_defaults_with_enough_memory(setup, free):
     # A limit of the run comes before what is free.
     small = replace(setup, run=replace(setup.run, memory_limit=1.5))
     assert fit(small, Grpo()).chosen
+
+
+@pytest.mark.parametrize("case", ["all fit", "too little memory", "cpu", "set", "resumed"])
+def test_fit_raises_the_vocabulary_chunk_on_gpus_with_memory_for_all_logits(setup, free, case):
+    # A vocabulary of several chunks; rows whose logits are the largest of what an update needs.
+    execution = replace(setup.model.execution, vocab_chunk=2**14)
+    model = replace(setup.model, vocab_size=2**18, execution=execution)
+    mesh = setup.mesh if case == "cpu" else fold_abstract(setup.mesh.layout, "gpu")
+    setup = replace(setup, model=model, mesh=mesh)
+    if case == "set":
+        setup = replace(setup, run=replace(setup.run, vocab_chunk=2**14))
+    needed = run_memory(setup).peak
+    room = 1.05 if case == "too little memory" else 64
+    free(int(room * needed / fitting.LOGITS_FRACTION))
+    fitted = fit(setup, Grpo(), chooses=case != "resumed")
+    if case != "all fit":
+        assert fitted.setup is setup and not fitted.chosen
+        return
+    assert fitted.chosen == {"vocab_chunk": 2**18}
+    assert fitted.setup.run.vocab_chunk == fitted.setup.model.execution.vocab_chunk == 2**18
+    assert run_memory(fitted.setup).peak > needed
+    assert fitted.line.startswith("memory: --vocab-chunk 262144: no logit is computed twice")
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])

@@ -336,14 +336,38 @@ def test_halves_that_cannot_be_had_are_refused_before_anything_is_compiled():
         check_overlaps(Model(full, setup.mesh), *whole.overlap_units(packing=None))
 
 
+SHARED = Layout.parse("dp2 / ep2")
+
+
+def of_mesh(run, layout, platform):
+    mesh = fold_abstract(layout, platform)
+    return with_dispatch(network_of(ModelConfig(vocab_size=8), run), run, mesh)
+
+
+@pytest.mark.parametrize(
+    ("layout", "platform", "given", "chunks"),
+    [
+        (SHARED, "gpu", {}, 2),
+        (SHARED, "gpu", {"expert_chunks": 1}, 1),
+        (SHARED, "gpu", {"expert_chunks": 3}, 3),
+        (SHARED, "gpu", {"two_batch_overlap": True}, 1),
+        (Layout(), "gpu", {}, 1),
+        (SHARED, "cpu", {}, 1),
+        (SHARED, "tpu", {}, 1),
+    ],
+)
+def test_with_dispatch_sends_two_chunks_on_gpus_that_share_experts(layout, platform, given, chunks):
+    run = RunConfig(model="tiny-moe", dtype="bfloat16", **given)
+    assert of_mesh(run, layout, platform).execution.num_chunks == chunks
+
+
 def test_gpus_that_share_experts_have_buffers_of_balanced_load_by_default():
     """A multiple that is given stays, and 0 is buffers for any routing."""
     base = RunConfig(model="tiny-moe", dtype="bfloat16")
-    shared, alone = Layout.parse("dp2 / ep2"), Layout()
+    shared, alone = SHARED, Layout()
 
     def buffers(run, layout, platform):
-        mesh = fold_abstract(layout, platform)
-        model = with_dispatch(network_of(ModelConfig(vocab_size=8), run), run, mesh)
+        model = of_mesh(run, layout, platform)
         return model.execution.buffer_factor, buffers_explained(model, run)
 
     factor, explained = buffers(base, shared, "gpu")
