@@ -87,8 +87,8 @@ def test_a_preset_fits_its_accelerator(name, checkpoint, tmp_path):
     ("gigabytes", "model", "chosen"),
     [
         (24, "qwen2.5-0.5b", {}),
-        (24, "qwen3-0.6b", {"slots": 64}),
-        (40, "qwen3-1.7b", {"slots": 64, "micro_batch": 16}),
+        (24, "qwen3-0.6b", {"prefill_tokens": 2048, "slots": 128}),
+        (40, "qwen3-1.7b", {"prefill_tokens": 2048, "slots": 128, "micro_batch": 16}),
         (80, "qwen2.5-3b", {"micro_batch": 32}),
     ],
 )
@@ -103,8 +103,8 @@ def test_sizes_of_gsm8k_are_chosen_to_fit_the_accelerator(
     assert fitted.chosen == chosen
     # The page names these sizes.
     page = (ROOT / "docs" / "gsm8k.md").read_text()
-    slots, micro_batch = chosen.get("slots", 512), chosen.get("micro_batch", 128)
-    row = f"| {gigabytes} GB | {model} | {slots} | {micro_batch} |"
+    prefill, slots = chosen.get("prefill_tokens", 32768), chosen.get("slots", 512)
+    row = f"| {gigabytes} GB | {model} | {prefill} | {slots} | {chosen.get('micro_batch', 128)} |"
     assert row.lower() in page.lower()
 
 
