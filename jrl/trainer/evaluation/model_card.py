@@ -105,7 +105,7 @@ def model_card(folder: RunFolder, subject: CardSubject) -> str:
 
 
 def _file_of_weights(model: str) -> dict[str, str]:
-    """The GGUF file or its package, whose weights are quantised and not exactly those of the base."""
+    """The GGUF file or its package, whose weights are quantised ones of the base."""
     is_file = model.startswith("pip:") or model.endswith(".gguf")
     return {"weights of the base": PurePath(model).name} if is_file else {}
 
