@@ -33,6 +33,8 @@ pytestmark = pytest.mark.slow
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PRESET = "train --config preset:smollm2-laptop"
 SHORT = "--steps 8 --prompts 1 --group-size 4 --eval-prompts 4 --run-dir runs/first"
+OWN_REWARD = "--learning-rate 0.003 --verifiers 1 --reward own.py:by"
+"""So few completions have no right answer; this reward tells them apart."""
 TEXT = "Grace is 13 years old. How old will Grace be in 6 years?"
 
 
@@ -65,12 +67,15 @@ def evening(tmp_path_factory):
     folder = tmp_path_factory.mktemp("evening")
     _install(folder / "env")
     environment = {"PATH": f"{folder / 'env' / 'bin'}:{os.defpath}", "HOME": str(folder)}
+    (folder / "own.py").write_text(
+        "def by(prompt, completion, **record): return sum(map(completion.count, 'aeiou'))\n"
+    )
     log = folder / "interrupted.log"
     given = Path(tempfile.mkdtemp())
     given.chmod(0o755)
     with log.open("w") as output:
         process = subprocess.Popen(
-            ["jrl", *PRESET.split(), *SHORT.split()],
+            ["jrl", *f"{PRESET} {SHORT} {OWN_REWARD}".split()],
             executable=folder / "env" / "bin" / "jrl",
             cwd=folder,
             env=environment,
@@ -161,8 +166,10 @@ def test_logits_of_another_user_with_transformers_and_peft(pushed, kind):
     assert done.returncode == 0, done.stderr[-3000:]
     *_, text, logits = map(json.loads, done.stdout.splitlines())
     assert text == TEXT
+    ours, base = (logits_of(pushed / name, tokens)[-1] for name in ("merged", "base"))
+    assert np.abs(ours - base).max() > 0.1
     # Sums of 30 layers in another order, of logits up to 30.
-    np.testing.assert_allclose(logits, logits_of(pushed / "merged", tokens)[-1], atol=1e-3)
+    np.testing.assert_allclose(logits, ours, atol=1e-3)
 
 
 def _tokens(folder: Path) -> list[int]:
