@@ -188,7 +188,6 @@ def train(
             with appender(folder.samples_path) as lines, phase("evaluation"):
                 write_heldout_samples(setup, sampler, state, lines)
             page.step_ended(evaluated=True)
-            sampler.engine.release()  # its copy of the policy, before a copy is made to save
             # A run killed in its first steps need not repeat its warm start.
             save(checkpoints, networks, state, description(files))
             # Before the first line of a step: a run killed without checkpoint would begin again.
@@ -335,7 +334,9 @@ class Reinforcement:
         """Held-out metrics of the policy."""
         # Without statistics of a step: an adaptive temperature stays at its base.
         self._sampler.engine.load(state.policy.weights, int(state.step))
-        return heldout_metrics(self._sampler, sampling_of(self._setup.recipe), self._heldout)
+        metrics = heldout_metrics(self._sampler, sampling_of(self._setup.recipe), self._heldout)
+        self._sampler.engine.release()  # before a checkpoint copies the state
+        return metrics
 
     def data_metrics(self) -> dict[str, float]:
         """Metrics of the data, once in a run."""

@@ -240,9 +240,6 @@ def run_memory(setup: Setup) -> RunMemory:
     if mesh.platform == "cpu":
         rows["copy for a checkpoint"] = _checkpoint_bytes(setup)
         rows[PROCESS] = PROCESS_BYTES // max(len(local_devices(mesh)), 1)
-        if setup.model.lora is not None:
-            base = weight_bytes(Model(setup.model, mesh), frozen=True)
-            phases["checkpoint"] = {"copy of the base weights": base}
     return RunMemory(rows, phases)
 
 
