@@ -109,17 +109,19 @@ def _install(environment: Path) -> None:
 def resumed(evening):
     """The user, whose run has ended after the printed command."""
     found = re.search(
-        r"stopped after step 7 of 8; resume with: jrl (train .*)", evening.interrupted
+        r"stopped after step [67] of 8; resume with: jrl (train .*)", evening.interrupted
     )
     assert found, evening.interrupted[-3000:]
     assert "completed step: 8/8" in evening.jrl(found[1])
     return evening
 
 
-def test_run_that_is_interrupted_has_its_evaluation_page_and_card(evening):
+def test_run_that_is_interrupted_has_a_page_and_a_card_with_its_evaluation(evening):
     run = evening.folder / "runs" / "first"
     assert (run / "report.html").is_file()
-    assert "compiling a program" not in evening.interrupted
+    step = re.search(r"stopped after step (\d) of 8", evening.interrupted)[1]
+    card = (run / "adapters" / "README.md").read_text()
+    assert f"greedy, step 0 and step {step} |" in card
 
 
 def test_card_of_the_adapters_has_the_facts_of_the_run(resumed):
