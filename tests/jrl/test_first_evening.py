@@ -40,12 +40,13 @@ TEXT = "Grace is 13 years old. How old will Grace be in 6 years?"
 
 @dataclass(frozen=True)
 class Evening:
-    """Environment and folder of the user, what the interrupted command printed, and the folder
-    that others read."""
+    """Environment and folder of the user, what the interrupted command printed, its model card,
+    and the folder that others read."""
 
     environment: dict[str, str]
     folder: Path
     interrupted: str
+    card: str
     given: Path
 
     def jrl(self, words: str, **options: str) -> str:
@@ -90,7 +91,8 @@ def evening(tmp_path_factory):
             time.sleep(0.1)
         assert process.wait() == 130, log.read_text()[-4000:]
     try:
-        yield Evening(environment, folder, log.read_text(), given)
+        card = (folder / "runs" / "first" / "adapters" / "README.md").read_text()
+        yield Evening(environment, folder, log.read_text(), card, given)
     finally:
         shutil.rmtree(given)
 
@@ -120,8 +122,7 @@ def test_run_that_is_interrupted_has_a_page_and_a_card_with_its_evaluation(eveni
     run = evening.folder / "runs" / "first"
     assert (run / "report.html").is_file()
     step = re.search(r"stopped after step (\d) of 8", evening.interrupted)[1]
-    card = (run / "adapters" / "README.md").read_text()
-    assert f"greedy, step 0 and step {step} |" in card
+    assert f"greedy, step 0 and step {step} |" in evening.card
 
 
 def test_card_of_the_adapters_has_the_facts_of_the_run(resumed):
