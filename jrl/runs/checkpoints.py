@@ -28,6 +28,7 @@ from jrl.processes.agreement import (
     is_main_process,
     is_multiprocess,
 )
+from jrl.processes.allocator import return_free_memory
 from jrl.processes.coordinator import BackgroundGather
 from jrl.runs import manifest
 from jrl.runs.directory import StoragePath, is_bucket, open_directory
@@ -207,6 +208,7 @@ class Checkpoints:
             with writing(self.directory, remedy):
                 write()
                 self._publish(step, gather)
+            return_free_memory()  # what Orbax compressed, in small blocks
             silence.close()
             if is_main_process():
                 self._delete(self._directory.steps()[: -self.keep])
