@@ -116,13 +116,13 @@ def _start_run(options: TrainOptions, supervisor: Supervisor) -> int:
     setup = _build_in_all_processes(options)
     with closing(setup.task):
         setup, options = _fit(setup, options)
-        weights = _load_initial_weights(setup)
+        weights = [_load_initial_weights(setup)]
         options = replace(options, run=setup.run)  # with the steps that its epochs take
         remember(code_of(options.run, options.recipe).parts)
         with _open(lambda: _create(options)) as folder:
             _save_inputs(setup, folder)
             _print_lengths(setup)
-            return _train(setup, folder, weights, supervisor, begins=True)
+            return _train(setup, folder, weights.pop, supervisor, begins=True)
 
 
 def _resume(options: TrainOptions, supervisor: Supervisor) -> int:
@@ -152,8 +152,8 @@ def _resume(options: TrainOptions, supervisor: Supervisor) -> int:
             if is_main_process() and folder.config() != config:
                 folder.change_config(config)
             _save_inputs(setup, folder)
-            weights = _load_initial_weights(setup) if step is None else None
-            return _train(setup, folder, weights, supervisor, begins=step is None)
+            weights = [_load_initial_weights(setup) if step is None else None]
+            return _train(setup, folder, weights.pop, supervisor, begins=step is None)
 
 
 def _shared_settings(options: TrainOptions) -> dict[str, Any]:
@@ -394,11 +394,12 @@ def _create(options: TrainOptions) -> RunFolder:
 def _train(
     setup: "Setup",
     folder: RunFolder,
-    weights: "Transformer[Array] | None",
+    weights: "Callable[[], Transformer[Array] | None]",
     supervisor: Supervisor,
     begins: bool,
 ) -> int:
-    """Trains to the end; `begins` is false for a run that continues from a checkpoint."""
+    """Trains to the end from weights that it is handed over, so that nobody keeps them; `begins` is
+    false for a run that continues from a checkpoint."""
     from jrl.trainer.loop import train
     from jrl.trainer.setup.adapters import load_initial_adapters
     from jrl.trainer.setup.network import buffers_explained, dispatch_explained

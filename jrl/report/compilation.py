@@ -34,7 +34,7 @@ NAMES = {
     "advance": "the decoding loop",
     "targets_of": "the advantages",
     "_copy_leaves": "the copy of the policy",
-    "create": "the first state",
+    "create": "the state of the run",
     "unstack": "the policy for decoding",
     "move": "the policy for decoding",
     "make_batch": "the batch of a step",

@@ -7,10 +7,11 @@ from functools import cache
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, Sharding
 from jaxtyping import Array
 
 from moe import placement
-from moe.adapters import has_adapters, merge_adapters, without_adapters
+from moe.adapters import has_adapters, is_adapted, merge_adapters, without_adapters
 from moe.config import Model, ModelConfig
 from moe.disaggregated.placement import Placement
 from moe.disaggregated.split import Split, SplitMesh, devices_of, fold_split
@@ -134,8 +135,8 @@ def rollout_policy(
 ) -> Transformer[Array]:
     """Policy on the rollout mesh, stored as `moe.placement.in_chunks` describes.
 
-    If both meshes are equal it is the trained policy itself, unless that has adapters: they are
-    merged in the compiled function that moves the weights. Otherwise the weights are moved in their
+    If both meshes are equal it is the trained policy itself, but for weights with adapters, which
+    are merged in the compiled function that moves the weights. Otherwise they are moved in their
     dtypes: a device receives at most its shard on the rollout mesh, ``itemsize x elements / devices
     a weight is split over there`` bytes, less what it holds already.
 
@@ -165,7 +166,7 @@ def split_policy(
 
 def reshard(weights: Transformer[Array], model: Model, target: FoldedMesh) -> Transformer[Array]:
     """Reshards weights from the mesh of `model` to `target`, with equal bits; adapters are merged
-    (`moe.adapters.merge_adapters`).
+    (`moe.adapters.merge_adapters`), and on the same mesh weights without adapters are shared.
 
     Args:
       target: over the same devices, in the same order, or over other devices of the process.
@@ -173,8 +174,11 @@ def reshard(weights: Transformer[Array], model: Model, target: FoldedMesh) -> Tr
     model = model if has_adapters(weights) else model.without_adapters()
     if not are_disjoint(model.mesh, target):
         leaves, structure = jax.tree.flatten(weights)
-        moved = _resharding(model, target)(leaves, structure)
-        return jax.tree.unflatten(jax.tree.structure(without_adapters(weights)), moved)
+        plain, plain_structure = jax.tree.flatten(without_adapters(weights))
+        is_shared = _is_shared(weights, model, target)
+        moved = iter(_resharding(model, target, is_shared)(leaves, structure))
+        pairs = zip(plain, is_shared, strict=True)
+        return plain_structure.unflatten([x if shared else next(moved) for x, shared in pairs])
     in_order, config = _merged_in_layer_order(weights, model)
     target_shardings = placement.shardings(Model(_without_fsdp(config), target))
     # Blocks: updates donate the buffers that are being read.
@@ -193,20 +197,46 @@ def _merged_in_layer_order(
     return placement.in_layer_order(weights, mesh, axis_sizes(config)["layer"]), config
 
 
+def _is_shared(weights: Transformer[Array], model: Model, target: FoldedMesh) -> tuple[bool, ...]:
+    """True for each weight of a network with adapters that has none and stays as it is sharded."""
+
+    def is_shared(leaf: Any, sharding: Sharding) -> bool:
+        return not is_adapted(leaf) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+    moves = model.mesh != target or not has_adapters(weights)
+    shared = jax.tree.map(
+        lambda sharding, leaf: not moves and is_shared(leaf, sharding),
+        _rollout_shardings(model, target),
+        weights,
+    )
+    return tuple(jax.tree.leaves(shared))
+
+
+def _rollout_shardings(model: Model, target: FoldedMesh) -> Transformer[NamedSharding]:
+    rollout_config = _without_fsdp(model.config.without_adapters())
+    return placement.shardings(Model(rollout_config, target))
+
+
 @cache
-def _resharding(model: Model, target: FoldedMesh) -> Callable[[list[Array], Any], list[Array]]:
-    """Compiled function that reshards all weights by XLA's collectives between the devices; if the
-    model has adapters, they are merged."""
+def _resharding(
+    model: Model, target: FoldedMesh, is_shared: tuple[bool, ...]
+) -> Callable[[list[Array], Any], list[Array]]:
+    """Compiled function that reshards the weights that are not shared by XLA's collectives between
+    the devices; if the model has adapters, they are merged."""
     config = model.config
-    rollout_config = _without_fsdp(config.without_adapters())
-    shardings = jax.tree.leaves(placement.shardings(Model(rollout_config, target)))
+
+    def select(tree: Any) -> list[Any]:
+        leaves = zip(jax.tree.leaves(tree), is_shared, strict=True)
+        return [leaf for leaf, shared in leaves if not shared]
+
+    shardings = select(_rollout_shardings(model, target))
 
     def move(leaves: list[Array], structure: Any) -> list[Array]:
         num_layers = axis_sizes(config)["layer"]
         in_order = placement.in_layer_order(structure.unflatten(leaves), model.mesh, num_layers)
         if config.lora is not None:
             in_order = merge_adapters(in_order, table(config))
-        return jax.tree.leaves(placement.in_chunks(in_order, target))
+        return select(placement.in_chunks(in_order, target))
 
     return jit_onto(move, shardings, static_argnums=1)
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from jrl.checks import flag
+from jrl.rollout.decoding.sizes import ROLLOUTS
 from jrl.setting import setting
 
 
@@ -78,6 +79,8 @@ class RolloutSettings:
     """Responses decoded concurrently (continuous batching), a multiple of dp x tp of the layout
     that decodes: when one ends, the next takes its slot. None is the responses of a step, at most
     512."""
+    prefill_tokens: int = setting(ROLLOUTS.prefill_tokens, minimum=1)
+    """Prompt tokens of a device in one prefill, approximately: fewer need less memory."""
     max_staleness: int = setting(0, minimum=0, changeable=False)
     """Maximum staleness of the sampling policy, in steps. 0 alternates sampling and training; N,
     for example 1, samples a batch while the previous one is trained on, and starts rows of up to N

@@ -28,6 +28,7 @@ from jrl.processes.agreement import (
     is_main_process,
     is_multiprocess,
 )
+from jrl.processes.allocator import return_free_memory
 from jrl.processes.coordinator import BackgroundGather
 from jrl.runs import manifest
 from jrl.runs.directory import StoragePath, is_bucket, open_directory
@@ -161,7 +162,9 @@ class Checkpoints:
                 name = self._directory.set_aside(step).name
         return self.directory / broadcast_from_main(name)
 
-    def save(self, step: int, state: Any, meta: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self, step: int, state: Any, meta: Mapping[str, Any] | None = None, *, copies: bool = True
+    ) -> None:
         """Copy the state to the host and return; a thread then writes the checkpoint, and removes
         the oldest beyond `keep`.
 
@@ -173,6 +176,8 @@ class Checkpoints:
           step: at least 0, and newer than every existing checkpoint.
           state: a pytree of jax arrays, typed PRNG keys and numpy arrays.
           meta: JSON values to store with it.
+          copies: false for a state that stays as it is until `wait` returns: arrays of a CPU are
+            then written from their own memory.
 
         Raises:
           ValueError: for a step that is not newer, a leaf that is not an array, or a `meta` that
@@ -196,13 +201,14 @@ class Checkpoints:
             with writing(self.directory, remedy):
                 if is_main_process():
                     self._directory.remove_leftovers()
-                write = self._copy(step, leaves, meta, gather)
+                write = self._copy(step, leaves, meta, gather, copies)
             silence = self._silence = stack.pop_all()
 
         def complete() -> None:
             with writing(self.directory, remedy):
                 write()
                 self._publish(step, gather)
+            return_free_memory()  # what Orbax compressed, in small blocks
             silence.close()
             if is_main_process():
                 self._delete(self._directory.steps()[: -self.keep])
@@ -240,11 +246,16 @@ class Checkpoints:
             )
 
     def _copy(
-        self, step: int, leaves: Mapping[str, Any], meta: Any, gather: BackgroundGather
+        self,
+        step: int,
+        leaves: Mapping[str, Any],
+        meta: Any,
+        gather: BackgroundGather,
+        copies: bool,
     ) -> Callable[[], None]:
         """Copies the arrays to the host, and returns the function that writes them in a thread."""
         # Orbax rejects arrays without elements; their shape in `tree` suffices.
-        arrays = {name: _host_copy(leaf) for name, leaf in _transfers(leaves).items()}
+        arrays = {name: _on_host(leaf, copies) for name, leaf in _transfers(leaves).items()}
         path = self._directory.destination(step)
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(
@@ -412,14 +423,15 @@ def _transfers(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return arrays
 
 
-def _host_copy(array: Any) -> Any:
-    """Copy of an array on the host; arrays over several processes are copied by Orbax."""
+def _on_host(array: Any, copies: bool) -> Any:
+    """An array on the host, which may be a view if it need not be a copy; arrays over several
+    processes are copied by Orbax."""
     if isinstance(array, jax.Array) and is_multiprocess():
         return array
     host = np.asarray(array)
     # A view shares memory that may be overwritten, of a CPU device or of the caller.
     owns_memory = host.flags.owndata and isinstance(array, jax.Array)
-    return host if owns_memory else host.copy()
+    return host if owns_memory or not copies else host.copy()
 
 
 def _save_args(array: Any) -> ocp.SaveArgs:

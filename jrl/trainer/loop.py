@@ -35,6 +35,7 @@ from jrl.processes.agreement import (
     is_main_process,
     is_multiprocess,
 )
+from jrl.processes.allocator import return_free_memory
 from jrl.processes.coordinator import KeyValueStore, exit_after, exit_now
 from jrl.processes.progress import begin_step, phase
 from jrl.processes.stopping import UNSUPERVISED, Stop, Supervisor
@@ -81,6 +82,9 @@ from moe.weights import Transformer
 
 END_SECONDS = 20.0
 """Most seconds for the cleanup of a process that the watchdog ends."""
+InitialWeights = Transformer[Array] | Callable[[], Transformer[Array] | None] | None
+"""Policy to start from, or a function that hands it over: the state has a copy of what it trains,
+and a caller that keeps the weights has them in memory for the whole run."""
 OnStep = Callable[[int, Mapping[str, float]], None]
 """Callback with a step and its metrics."""
 
@@ -111,7 +115,7 @@ class Outcome:
 def train(
     setup: Setup,
     folder: RunFolder,
-    weights: Transformer[Array] | None = None,
+    weights: InitialWeights = None,
     adapters: Transformer[Array] | None = None,
     prompts_seen: int = 0,
     supervisor: Supervisor = UNSUPERVISED,
@@ -136,6 +140,7 @@ def train(
     Raises:
       NonFiniteRun: when updates keep being skipped.
     """
+    return_free_memory()  # of the tokenizer and of the checkpoint's files
     resources, warnings = Resources(), FewWarnings()
     run, sampler, networks = setup.run, setup.sampler(), setup.networks
     # Two stages with the same methods.
@@ -188,7 +193,6 @@ def train(
             with appender(folder.samples_path) as lines, phase("evaluation"):
                 write_heldout_samples(setup, sampler, state, lines)
             page.step_ended(evaluated=True)
-            sampler.engine.release()  # its copy of the policy, before a copy is made to save
             # A run killed in its first steps need not repeat its warm start.
             save(checkpoints, networks, state, description(files))
             # Before the first line of a step: a run killed without checkpoint would begin again.
@@ -335,7 +339,10 @@ class Reinforcement:
         """Held-out metrics of the policy."""
         # Without statistics of a step: an adaptive temperature stays at its base.
         self._sampler.engine.load(state.policy.weights, int(state.step))
-        return heldout_metrics(self._sampler, sampling_of(self._setup.recipe), self._heldout)
+        metrics = heldout_metrics(self._sampler, sampling_of(self._setup.recipe), self._heldout)
+        self._sampler.engine.release()  # before a checkpoint copies the state
+        return_free_memory()
+        return metrics
 
     def data_metrics(self) -> dict[str, float]:
         """Metrics of the data, once in a run."""
@@ -430,7 +437,7 @@ def _discard_unsaved(folder: RunFolder) -> None:
 def _first_state(
     setup: Setup,
     sampler: Sampler,
-    weights: Transformer[Array] | None,
+    initial: InitialWeights,
     adapters: Transformer[Array] | None,
     prompts_seen: int,
     stop: Stop,
@@ -438,6 +445,7 @@ def _first_state(
 ) -> tuple[TrainState[Array], dict[str, float]]:
     """State of a new run, and metrics of its warm start; for the arguments see `train`."""
     metrics: dict[str, float] = {}
+    weights = initial() if callable(initial) else initial
     # If no weights are passed, supervised learning makes a policy that is sometimes correct.
     if weights is None:
         # Adapters are added to the weights of the warm start.

@@ -133,6 +133,7 @@ def write_heldout_samples(
     sampler.engine.load(state.policy.weights, int(state.step))
     for completion in sampler.sample(examples, sampling_of(setup.recipe), 1):
         lines.append(int(state.step), {"kind": "heldout", **completion.record(setup.format)})
+    sampler.engine.release()  # before a checkpoint copies the state
 
 
 @contextmanager

@@ -307,7 +307,7 @@ def _shard(files: Mapping[str, TensorSource], plan: Tensors, index: Slices) -> n
     for offset in np.ndindex(*(shape[dim] for dim in plan.dims)):
         name = plan.name_at(tuple(a + b for a, b in zip(first, offset, strict=True)))
         elements = files[name].read(where)
-        shard[plan.index_in_weight(offset)] = plan.to_ours(elements, selection).astype(np.float32)
+        shard[plan.index_in_weight(offset)] = plan.to_ours(elements, selection)
     return shard
 
 

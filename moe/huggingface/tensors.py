@@ -92,7 +92,7 @@ class Tensors:
 
     def to_ours(self, elements: np.ndarray, selection: Slices) -> np.ndarray:
         """Elements that `selection` selects along our axes, from elements of a tensor that contain
-        them."""
+        them, in float32; a view of those if possible."""
         by_axis, theirs = dict(zip(self.axes, selection, strict=True)), self._theirs
         cut = {axes[0] for axes in self.dimensions if axes}
         # Of the axes that a dimension is made of, the first is cut already.
@@ -104,7 +104,8 @@ class Tensors:
         ]
         split = elements.reshape(sizes)
         split = split[tuple(slice(None) if a in cut else by_axis[a] for a in theirs)]
-        ours = split.transpose([theirs.index(axis) for axis in self.axes]).astype(np.float32)
+        ours = split.transpose([theirs.index(axis) for axis in self.axes])
+        ours = ours.astype(np.float32, copy=False)
         return ours + np.float32(self.offset) if self.offset else ours
 
     def to_theirs(self, weight: np.ndarray) -> np.ndarray:

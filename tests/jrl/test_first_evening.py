@@ -33,17 +33,20 @@ pytestmark = pytest.mark.slow
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PRESET = "train --config preset:smollm2-laptop"
 SHORT = "--steps 8 --prompts 1 --group-size 4 --eval-prompts 4 --run-dir runs/first"
+OWN_REWARD = "--learning-rate 0.003 --verifiers 1 --reward own.py:by"
+"""So few completions have no right answer; this reward tells them apart."""
 TEXT = "Grace is 13 years old. How old will Grace be in 6 years?"
 
 
 @dataclass(frozen=True)
 class Evening:
-    """Environment and folder of the user, what the interrupted command printed, and the folder
-    that others read."""
+    """Environment and folder of the user, what the interrupted command printed, its model card,
+    and the folder that others read."""
 
     environment: dict[str, str]
     folder: Path
     interrupted: str
+    card: str
     given: Path
 
     def jrl(self, words: str, **options: str) -> str:
@@ -65,12 +68,15 @@ def evening(tmp_path_factory):
     folder = tmp_path_factory.mktemp("evening")
     _install(folder / "env")
     environment = {"PATH": f"{folder / 'env' / 'bin'}:{os.defpath}", "HOME": str(folder)}
+    (folder / "own.py").write_text(
+        "def by(prompt, completion, **record): return sum(map(completion.count, 'aeiou'))\n"
+    )
     log = folder / "interrupted.log"
     given = Path(tempfile.mkdtemp())
     given.chmod(0o755)
     with log.open("w") as output:
         process = subprocess.Popen(
-            ["jrl", *PRESET.split(), *SHORT.split()],
+            ["jrl", *f"{PRESET} {SHORT} {OWN_REWARD}".split()],
             executable=folder / "env" / "bin" / "jrl",
             cwd=folder,
             env=environment,
@@ -85,7 +91,8 @@ def evening(tmp_path_factory):
             time.sleep(0.1)
         assert process.wait() == 130, log.read_text()[-4000:]
     try:
-        yield Evening(environment, folder, log.read_text(), given)
+        card = (folder / "runs" / "first" / "adapters" / "README.md").read_text()
+        yield Evening(environment, folder, log.read_text(), card, given)
     finally:
         shutil.rmtree(given)
 
@@ -104,17 +111,18 @@ def _install(environment: Path) -> None:
 def resumed(evening):
     """The user, whose run has ended after the printed command."""
     found = re.search(
-        r"stopped after step 7 of 8; resume with: jrl (train .*)", evening.interrupted
+        r"stopped after step [67] of 8; resume with: jrl (train .*)", evening.interrupted
     )
     assert found, evening.interrupted[-3000:]
     assert "completed step: 8/8" in evening.jrl(found[1])
     return evening
 
 
-def test_run_that_is_interrupted_has_its_evaluation_page_and_card(evening):
+def test_run_that_is_interrupted_has_a_page_and_a_card_with_its_evaluation(evening):
     run = evening.folder / "runs" / "first"
     assert (run / "report.html").is_file()
-    assert "compiling a program" not in evening.interrupted
+    step = re.search(r"stopped after step (\d) of 8", evening.interrupted)[1]
+    assert f"greedy, step 0 and step {step} |" in evening.card
 
 
 def test_card_of_the_adapters_has_the_facts_of_the_run(resumed):
@@ -161,8 +169,10 @@ def test_logits_of_another_user_with_transformers_and_peft(pushed, kind):
     assert done.returncode == 0, done.stderr[-3000:]
     *_, text, logits = map(json.loads, done.stdout.splitlines())
     assert text == TEXT
+    ours, base = (logits_of(pushed / name, tokens)[-1] for name in ("merged", "base"))
+    assert np.abs(ours - base).max() > 0.1
     # Sums of 30 layers in another order, of logits up to 30.
-    np.testing.assert_allclose(logits, logits_of(pushed / "merged", tokens)[-1], atol=1e-3)
+    np.testing.assert_allclose(logits, ours, atol=1e-3)
 
 
 def _tokens(folder: Path) -> list[int]:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from jrl.published.base_name import is_hub_name
@@ -66,8 +67,9 @@ def model_card(folder: RunFolder, subject: CardSubject) -> str:
     facts = {
         "base": base or f"the preset {run['model']}, with random weights",
         **({"license of the base": " ".join(license.values())} if license else {}),
+        **_file_of_weights(str(run["model"])),
         "data": run["task"],
-        "reward": ", ".join(run.get("reward") or ()) or "that of the task",
+        "reward": ", ".join(run.get("reward") or ()) or "the task's own",
         "recipe": recipe,
         "steps": f"{subject.step} of {run['steps']}",
         **_adapter_facts(run),
@@ -100,6 +102,12 @@ def model_card(folder: RunFolder, subject: CardSubject) -> str:
             "",
         )
     )
+
+
+def _file_of_weights(model: str) -> dict[str, str]:
+    """The GGUF file or its package, whose weights are quantised ones of the base."""
+    is_file = model.startswith("pip:") or model.endswith(".gguf")
+    return {"weights of the base": PurePath(model).name} if is_file else {}
 
 
 def _here(base: str) -> str:

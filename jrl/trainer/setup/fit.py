@@ -1,6 +1,6 @@
 """Sizes of a run that fit the memory that is free: before anything compiles the predicted peak is
-compared, and slots, micro-batch, vocabulary chunk and response length without a setting are
-lowered; on GPUs a vocabulary chunk is raised to all columns."""
+compared, and prefill, slots, micro-batch, vocabulary chunk and response length without a setting
+are lowered; on GPUs a vocabulary chunk is raised to all columns."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -11,14 +11,15 @@ from jrl.config.run import RunConfig
 from jrl.processes.agreement import gather
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.device_memory import free_memory
+from jrl.rollout.settings import RolloutSettings
 from jrl.trainer.setup.lengths import CHECKPOINT_RESPONSE
 from jrl.trainer.setup.memory import RunMemory, rollout_memory, run_memory
 from jrl.trainer.setup.setup import Setup
 from moe.execution import Execution
 from moe.planner.search import MEMORY_FRACTION
 
-LEAST_CHUNK, LEAST_RESPONSE = 1024, 64
-"""Least vocabulary chunk and response length that are chosen."""
+LEAST_PREFILL, LEAST_CHUNK, LEAST_RESPONSE = 2048, 1024, 64
+"""Least prefill, vocabulary chunk and response length that are chosen."""
 LOGITS_FRACTION = 0.75
 """Fraction of the free memory up to which all logits are taken at once. XLA computes values again
 if a program needs more than 76% of the device: beyond it an update computed all logits four
@@ -121,6 +122,7 @@ def _sizes_set(setup: Setup, recipe: Recipe) -> set[str]:
     """Sizes that the user has set, or that have no default to lower."""
     run = setup.run
     is_set = {
+        "prefill_tokens": run.prefill_tokens != RolloutSettings.prefill_tokens,
         "slots": run.slots is not None or run.rollout_devices is not None,
         "micro_batch": recipe.micro_batch is not None,
         "vocab_chunk": run.vocab_chunk != Execution.vocab_chunk,
@@ -139,6 +141,15 @@ def _smaller_slots(setup: Setup) -> Iterator[int]:
     while slots > unit:
         slots = -(-slots // 2 // unit) * unit
         yield slots
+
+
+def _smaller_prefills(setup: Setup) -> Iterator[int]:
+    tokens = min(
+        setup.run.prefill_tokens, setup.geometry.slots(setup.run.slots) * setup.prompt_length
+    )
+    while tokens > max(LEAST_PREFILL, setup.prompt_length):
+        tokens = max(tokens // 2, LEAST_PREFILL)
+        yield tokens
 
 
 def _smaller_micro_batches(setup: Setup) -> Iterator[int]:
@@ -169,6 +180,7 @@ def _smaller_responses(setup: Setup) -> Iterator[int]:
 
 
 SIZES: dict[str, Callable[[Setup], Iterator[int]]] = {
+    "prefill_tokens": _smaller_prefills,
     "slots": _smaller_slots,
     "micro_batch": _smaller_micro_batches,
     "vocab_chunk": _smaller_chunks,
@@ -176,7 +188,7 @@ SIZES: dict[str, Callable[[Setup], Iterator[int]]] = {
 }
 """Sizes that take memory, each with its smaller values from the largest on."""
 LOWERED = {
-    "sampling": ("slots", "response_length"),
+    "sampling": ("prefill_tokens", "slots", "response_length"),
     "update": ("micro_batch", "vocab_chunk", "response_length"),
     "scoring": ("vocab_chunk", "response_length"),
     "warm start": ("vocab_chunk",),

@@ -13,7 +13,6 @@ from jrl.recipes.base.optimizer import Optimizer
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.decoding.expert_balancer import first_placement
 from jrl.rollout.decoding.mesh_backend import unstack
-from jrl.rollout.decoding.sizes import ROLLOUTS
 from jrl.rollout.device_memory import device_memory, local_devices
 from jrl.rollout.packing import bin_length
 from jrl.trainer.learner.learner import abstract_state, keeps_masters
@@ -22,7 +21,7 @@ from jrl.trainer.setup.geometry import MAX_SLOTS, Geometry
 from jrl.trainer.setup.plan_inputs import planner_args
 from jrl.trainer.setup.setup import MIN_PREFILL_PROMPTS, Setup
 from moe import placement
-from moe.adapters import select_frozen, select_trained
+from moe.adapters import is_adapted, select_frozen, select_trained
 from moe.architecture.attention import delta_layers
 from moe.attention.latent import caches_latent
 from moe.cache import cache_columns, kernel_bytes
@@ -99,7 +98,7 @@ def memory(setup: Setup) -> dict[str, int]:
     With adapters (`ModelConfig.lora`) ``F``, ``E`` and all that follows from them count adapters
     and value head only, in float32 and with no masters; the critic has only these in addition to
     the policy's weights, and there is no reference model. While it samples, there is a merged copy
-    of the policy.
+    of the weights with adapters.
 
     Per parameter, weight, summed gradient, master and moments take ``6 + 12 / G`` bytes in
     bfloat16, as in Megatron-Core, and ``8 + 8 / G`` in float32.
@@ -238,13 +237,16 @@ def run_memory(setup: Setup) -> RunMemory:
         phases["warm start"] = {GRADIENTS: all_gradients, **passed}
     if mesh.platform == "cpu":
         rows["copy for a checkpoint"] = _checkpoint_bytes(setup)
-        rows[PROCESS] = PROCESS_BYTES // max(len(local_devices(mesh)), 1)
-        if setup.model.lora is not None:
-            base = weight_bytes(Model(setup.model, mesh), frozen=True)
-            phases["checkpoint"] = {"copy of the base weights": base}
+        num_devices = max(len(local_devices(mesh)), 1)
+        rows[PROCESS] = PROCESS_BYTES // num_devices
+        if setup.run.checkpoint is not None and setup.run.tokenizer is None:
+            rows[TOKENIZER] = TOKEN_BYTES * setup.tokenizer.vocab_size // num_devices
     return RunMemory(rows, phases)
 
 
+TOKENIZER, TOKEN_BYTES = "tokenizer", 900
+"""Row of a checkpoint's tokenizer in the process, and its bytes for each token: entries of a Python
+dict and of the pipeline's own table, 0.8 kB of SmolLM2's 49,152 and 0.9 kB of Gemma's 262,144."""
 PROCESS, PROCESS_BYTES = "programs and libraries", 850 << 20
 """Row of a process on a CPU beside its arrays (Python, JAX, the compiler and its programs), and its
 bytes, which its devices share."""
@@ -326,7 +328,7 @@ def _sampling_bytes(setup: Setup) -> dict[str, int]:
     # Logits, their noise and their probabilities, of rows that are sharded over tp.
     step = 3 * 4 * (slots // dp // tp) * model.vocab_size
     prompts = -(-min(slots, max(setup.recipe.prompts, MIN_PREFILL_PROMPTS)) // dp)
-    rows = max(1, min(prompts, ROLLOUTS.prefill_tokens // max(setup.prompt_length, 1)))
+    rows = max(1, min(prompts, setup.run.prefill_tokens // max(setup.prompt_length, 1)))
     tokens = -(-rows * setup.prompt_length // tp)
     cache = cache_bytes(Model(model, mesh), rows * dp, setup.prompt_length)
     return {"decoding and prefill": max(step, cache + _layer_bytes(setup, policy, tokens, rows))}
@@ -364,8 +366,23 @@ def rollout_memory(setup: Setup) -> dict[str, int]:
     return {
         UNSTACKED: unstacked_bytes(model, is_stored=is_copy),
         **rollout_bytes,
-        ROLLOUT_POLICY: weight_bytes(model) if is_copy else 0,
+        ROLLOUT_POLICY: _copied_bytes(setup) if is_copy else 0,
     }
+
+
+def _copied_bytes(setup: Setup) -> int:
+    """Bytes on one device of the policy's weights that sampling copies: all on a layout of its own,
+    else those that adapters are merged into (`jrl.rollout.resharding.rollout_policy`)."""
+    config, mesh = setup.model.without_adapters(), setup.rollout_mesh
+    sizes = _local_bytes(cast_shapes(config), mesh, placement.specs(Model(config, mesh)))
+    shares = mesh == setup.mesh and not config.execution.fsdp
+    copied = jax.tree.map(
+        lambda weight, size: 0 if shares and not is_adapted(weight) else size,
+        table(setup.model),
+        sizes,
+        is_leaf=is_adapted,
+    )
+    return _total(copied)
 
 
 def unstacked_bytes(model: Model, *, is_stored: bool) -> int:

