@@ -1,4 +1,4 @@
-"""The Responses API, by the official client: items, their streams, and the chats that they ask for."""
+"""The Responses API, by the official client: items, streams, and the chats that they ask for."""
 
 import json
 
