@@ -256,7 +256,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
     ],
 )
 def test_token_ids_of_chats_are_those_that_were_sampled(says, more, kept, tmp_path):
-    """With reasoning, calls, stops and limits, whole and as a stream; each has a log-probability."""
+    """With reasoning, calls, stops and limits, whole and streamed; each has a log-probability."""
     tokenizer = tool_tokenizer(tmp_path, TEMPLATES["hermes"].source)
     engine = Turns(tokenizer, [says])
     served = ApiModel("m", PromptFormat(tokenizer, ChatTemplate(tokenizer)), 4000, None, 0)
