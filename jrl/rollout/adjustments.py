@@ -33,6 +33,11 @@ class Constraint(Protocol):
         """Called with the tokens that the row was continued with."""
         ...
 
+    @property
+    def failure(self) -> str | None:
+        """Reason for which it allows no more than the end of the row; None if it has not failed."""
+        return None
+
 
 class Adjustments(NamedTuple):
     """Adjustments of one request; the defaults change nothing.

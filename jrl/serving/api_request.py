@@ -44,6 +44,7 @@ class ApiRequest:
       seed: of sampling; None takes a random one.
       output: the ends of a choice, for example stop strings, and what is returned of it.
       include_usage: true if a stream ends with its usage.
+      continuous_usage: true if each chunk of such a stream has the usage so far.
       top_logprobs: number of top log-probabilities per position.
       echo: true if the prompt precedes the completion.
       adjustments: of the logits before sampling; None changes none.
@@ -79,6 +80,7 @@ class ApiRequest:
     rule: TextRule | None = None
     ending: Literal["opened", "closed", "continued"] = "opened"
     shows_reasoning: bool = True
+    continuous_usage: bool = False
     tokens_only: bool = False
     experts_start: int = 0
     repeated: Mapping[str, Any] | None = None
@@ -209,7 +211,9 @@ NEUTRAL_VALUES: Mapping[str, Callable[[Any], bool]] = {
     "priority": _ZERO,
 }
 """Unsupported arguments, each with a predicate that is true for its neutral values."""
-NEUTRAL_STREAM_OPTIONS = {"include_obfuscation": _FALSE, "continuous_usage_stats": _FALSE}
+NEUTRAL_STREAM_OPTIONS = {"include_obfuscation": _FALSE}
+USAGE_OPTIONS = ("include_usage", "continuous_usage_stats")
+"""Supported members of `stream_options`."""
 NEUTRAL_COMPLETION = {**NEUTRAL_VALUES, "suffix": is_value(""), "add_special_tokens": _TRUE}
 NEUTRAL_CHAT = {
     **NEUTRAL_VALUES,
@@ -250,10 +254,16 @@ def _common(body: Mapping[str, Any]) -> dict[str, Any]:
         if not stream:
             raise invalid_argument("stream_options", "stream_options needs stream=true.")
         if not isinstance(options, dict) or any(
-            name != "include_usage" and not _is_neutral(name, value, NEUTRAL_STREAM_OPTIONS)
+            name not in USAGE_OPTIONS and not _is_neutral(name, value, NEUTRAL_STREAM_OPTIONS)
             for name, value in options.items()
         ):
-            raise invalid_value("stream_options", options, '{"include_usage": true or false}')
+            rule = '{"include_usage": true or false, "continuous_usage_stats": true or false}'
+            raise invalid_value("stream_options", options, rule)
+    includes, continues = (bool(options) and boolean(options, name) for name in USAGE_OPTIONS)
+    if continues and not includes:
+        raise invalid_argument(
+            "stream_options", "stream_options.continuous_usage_stats=true needs include_usage=true."
+        )
     n = integer(body, "n", 1, MAX_CHOICES)
     return {
         "model": _model(body),
@@ -263,7 +273,8 @@ def _common(body: Mapping[str, Any]) -> dict[str, Any]:
         "output": output_of(body, stream=stream),
         "stream": stream,
         "rule": text_rule(body),
-        "include_usage": bool(options) and boolean(options, "include_usage"),
+        "include_usage": includes,
+        "continuous_usage": continues,
     }
 
 

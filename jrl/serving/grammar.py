@@ -36,6 +36,9 @@ LAYOUT, ONE_LINE = r"(\n[ \t]{0,32}| )?", " ?"
 generate blanks without end."""
 MAX_RULE, MAX_PROPERTIES = 2**16, 500
 """Limits of a rule: its characters, and the properties of an object of a schema."""
+MAX_STATES, MAX_ITEMS = 200_000, 5000
+"""Limits of the library's work: expressions of a regular expression, of which its default of a
+million takes four seconds, and items of a parser's row, four for each optional property."""
 ANYTHING = r"/(.|\n)*/"
 """Rule of arguments in formats without JSON."""
 
@@ -60,6 +63,10 @@ class GrammarConstraint:
     def accept(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             self._matcher.consume_token(token)
+
+    @property
+    def failure(self) -> str | None:
+        return _reason(self._matcher.get_error()) if self._matcher.is_error() else None
 
 
 class LeastTokens:
@@ -90,6 +97,10 @@ class LeastTokens:
         self._count += len(tokens)
         if self._inner is not None:
             self._inner.accept(tokens)
+
+    @property
+    def failure(self) -> str | None:
+        return None if self._inner is None else self._inner.failure
 
 
 class Grammar:
@@ -152,15 +163,17 @@ class GrammarCompiler:
                 param,
                 "unsupported_parameter",
             )
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
         source = f"start: {' | '.join(rules)}" if grammar is None else grammar
         compiled = LLMatcher.grammar_from_lark(source)
         where = "tools" if must_call else param
-        if error := LLMatcher.validate_grammar(compiled, self._tables):
+        limits = LLParserLimits(initial_lexer_fuel=MAX_STATES, max_items_in_row=MAX_ITEMS)
+        if error := LLMatcher.validate_grammar(compiled, self._tables, limits=limits):
             raise _rejected(where, error)
-        matcher = LLMatcher(self._tables, compiled, log_level=0)
-        # Limits of its own apply to what it allows first.
+        matcher = LLMatcher(self._tables, compiled, log_level=0, limits=limits)
+        # A regular expression is built here, for what it allows first, and in no row's step.
+        matcher.compute_bitmask()
         if matcher.is_error():
             raise _rejected(where, matcher.get_error())
         return Grammar(matcher, self._tokenizer)
@@ -196,10 +209,14 @@ class _Vocabulary:
 
 
 def _rejected(param: str, error: str) -> ApiError:
-    # Only the first line; the others show the grammar.
-    reason = error.strip().split("\n")[0].rpartition("JSON schema: ")[2][:200]
+    reason = _reason(error).rpartition("JSON schema: ")[2]
     what = "schema" if "JSON schema" in error or param == "tools" else "grammar"
     return invalid_argument(param, f"{param} has a {what} that is not supported: {reason}.")
+
+
+def _reason(error: str) -> str:
+    """The first line of an error of the library; the others show the grammar."""
+    return error.strip().split("\n")[0][:200]
 
 
 def check_size(param: str, value: Any) -> None:

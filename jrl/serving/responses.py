@@ -324,7 +324,8 @@ class ResponseBuilder:
         self, index: int, content: dict[str, Any], head: Mapping[str, Any] | None = None
     ) -> str:
         choice = {"index": index, "logprobs": None, "finish_reason": None, **content}
-        usage = {"usage": None} if self._request.include_usage else {}
+        so_far = self._usage() if self._request.continuous_usage else None
+        usage = {"usage": so_far} if self._request.include_usage else {}
         return event({**self._chunk_head(), **(head or {}), "choices": [choice], **usage})
 
     def _chunk_head(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.requests import Request, StreamChunk
 from jrl.rollout.sampling import RequestSampling
 from jrl.serving.api.fields import ApiError
+from jrl.serving.api_request import ApiRequest
 from jrl.serving.metrics import CLIENT_GONE, Metrics, NoMetrics
 from jrl.serving.policy import ApiModel, Versions
 from jrl.serving.prompt_scoring import PromptScoring
@@ -335,6 +336,11 @@ class Service:
                 turn = choice.turn.add(text, finish is not None)
                 finish = "tool_calls" if turn.calls else finish
             self._measure(job, choice, count, row.num_cached, now)
+            constraint = row.request.constraint
+            if finish is not None and constraint is not None and constraint.failure is not None:
+                self._finish(key, "failed")
+                job.on_event(grammar_failure(job.request, constraint.failure))
+                continue
             experts = None
             if finish is not None:
                 if job.request.tokens_only and self._engine.records_choices:
@@ -419,6 +425,18 @@ class Service:
             raise
         self._weights, self.version = weights, version
         self._metrics.version.set(version)
+
+
+def grammar_failure(request: ApiRequest, reason: str) -> ApiError:
+    """Error 400 for a grammar that exceeds a limit with what was generated."""
+    param = "tools" if request.rule is None else request.rule.param
+    return ApiError(
+        400,
+        f"{param} has a grammar that exceeds a limit with the text that was generated: {reason}. "
+        "Make it smaller, for example with fewer optional properties.",
+        param,
+        "grammar_limit",
+    )
 
 
 def closing_error() -> ApiError:

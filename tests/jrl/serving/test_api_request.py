@@ -248,7 +248,7 @@ NEUTRAL = {"priority": 0, "return_token_ids": False, "return_tokens_as_token_ids
 
 
 def test_what_clients_add_and_changes_no_answer_is_passed_over():
-    options = {"include_obfuscation": False, "continuous_usage_stats": False, "other": None}
+    options = {"include_obfuscation": False, "other": None}
     stream = {"stream": True, "stream_options": {"include_usage": True, **options}}
     for parse, body in ((parse_completion, COMPLETION), (parse_chat, CHAT)):
         assert parse({**body, **LABELS, **NEUTRAL}) == parse(body)
@@ -327,7 +327,7 @@ BOTH = [
     (
         {"stream": True, "stream_options": {"continuous_usage_stats": True}},
         "stream_options",
-        "must be",
+        "needs include_usage=true",
     ),
     ({"max_tokens": 10**4299}, "max_tokens", "must be a whole number from [01] to 2147483647"),
     ({"frequency_penalty": 2.5}, "frequency_penalty", r"must be a number in -2\.\.2"),

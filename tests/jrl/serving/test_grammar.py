@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 from chat_checkpoint import chat_tokenizer
-from scripted import House
+from scripted import House, Scripted
 from tool_templates import TEMPLATES, tool_tokenizer
 
 from jrl.serving import grammar as grammars
@@ -175,9 +175,9 @@ def test_json_or_a_call_where_both_may_be(tokenizer):
     assert {json.loads(text)["city"] for text in texts if text not in calls}
 
 
-def served(tokenizer):
+def served(tokenizer, engine=None):
     model = ApiModel("m", PromptFormat(tokenizer, ChatTemplate(tokenizer)), 4000, None, 0)
-    return House(served=model, most_bytes=20000)
+    return House(served=model, engine=engine, most_bytes=20000)
 
 
 def answer_to(house, **more):
@@ -223,6 +223,43 @@ def test_without_the_library_the_command_is_named(tokenizer, monkeypatch):
         assert answer.status_code == 400 and answer.json()["error"]["param"] == param
         assert 'pip install -e ".[grammar]"' in answer.json()["error"]["message"]
     assert answer_to(served(tokenizer), response_format={"type": "text"}).status_code == 200
+
+
+def optional(number, prefix=""):
+    return {"type": "object", "properties": {f"{prefix}{n}": {} for n in range(number)}}
+
+
+@needs_library
+def test_an_object_may_have_as_many_optional_properties_as_are_allowed(tokenizer):
+    rule = TextRule("json", "guided_json", optional(grammars.MAX_PROPERTIES))
+    constraint = GrammarCompiler(tokenizer).compile(rule, None, None).start()
+    constraint.accept(tokenizer.encode('{"0": 1, "7": '))
+    assert constraint.failure is None and allows(constraint, tokenizer, "4")
+
+
+def allows(constraint, tokenizer, text):
+    bits = np.unpackbits(constraint.allowed().view(np.uint8), bitorder="little")
+    return bool(bits[tokenizer.encode(text)[0]])
+
+
+@needs_library
+@pytest.mark.parametrize("more", [{}, {"min_tokens": 3}, {"n": 2}, {"stream": True}])
+def test_a_grammar_that_fails_in_a_row_is_an_error(more, tokenizer):
+    """A limit of the library that only a generated text reaches."""
+    schema = {"allOf": [optional(450, prefix) for prefix in "abc"]}
+    engine = Scripted(2, [*tokenizer.encode("{{{{{{"), *tokenizer.stop_ids], tokenizer.stop_ids)
+    stream, given = engine.stream, dict(guided_json=schema, max_tokens=5, **more)
+
+    def constrained(window):
+        chunks = stream(1)
+        for chunk in chunks:
+            chunk.accept()
+        return chunks
+
+    engine.stream = constrained
+    answer = answer_to(served(tokenizer, engine), **given)
+    assert "guided_json has a grammar that exceeds a limit" in answer.text
+    assert answer.status_code == (200 if "stream" in more else 400)
 
 
 @needs_library

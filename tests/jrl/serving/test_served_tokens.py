@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from scripted import SAYS, TOKENIZER, House, Scripted, asking
+from scripted import SAYS, TOKENIZER, House, Scripted, Turns, asking
 from tool_templates import TEMPLATES, tool_tokenizer
 
 from jrl.rollout.adjustments import WORD_BITS
@@ -236,3 +236,46 @@ def test_more_least_tokens_than_a_completion_may_have_are_refused():
 def test_a_token_outside_of_the_vocabulary_is_refused_as_a_stop():
     answer = posted(House(), "/v1/completions", asking(stop_token_ids=[9999], seed=len(SAYS)))
     assert answer.json()["error"]["param"] == "stop_token_ids"
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize(
+    ("says", "more", "kept"),
+    [
+        ("<think>a</think>It is 4.", {}, None),
+        ("<think>a</think>It is 4.", {"include_reasoning": False}, None),
+        (f"Look. {CALL}", {"tools": TOOLS}, None),
+        (f"Look. {CALL} now", {"tools": TOOLS, "stop": "</tool_call> n"}, -3),
+        ("It is 4.", {"stop": "is"}, len("It is")),
+        ("It is 4.", {"max_tokens": 3}, 3),
+        ("It<|im_start|> is", {}, None),
+        ("\u00e4\u20ac", {"max_tokens": 4}, 4),
+    ],
+)
+def test_token_ids_of_chats_are_those_that_were_sampled(says, more, kept, tmp_path):
+    """With reasoning, calls, stops and limits, whole and streamed; each has a log-probability."""
+    tokenizer = tool_tokenizer(tmp_path, TEMPLATES["hermes"].source)
+    engine = Turns(tokenizer, [says])
+    served = ApiModel("m", PromptFormat(tokenizer, ChatTemplate(tokenizer)), 4000, None, 0)
+    house = House(served=served, engine=engine, most_bytes=9000)
+    body = {"model": "m", "messages": [{"role": "user", "content": "?"}], "logprobs": True, **more}
+    body |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
+
+    async def scene(client):
+        path = "/v1/chat/completions"
+        whole = await client.post(path, json=body)
+        return whole.json(), await client.post(path, json={**body, "stream": True})
+
+    whole, stream = house.run(scene)
+    sampled = engine.texts[0][:kept]
+    (choice,), chunks = whole["choices"], chunks_of(stream.text)
+    parts = [chunk["choices"][0] for chunk in chunks]
+    assert choice["token_ids"] == [i for x in parts for i in x.get("token_ids", ())] == sampled
+    named = [f"token_id:{token}" for token in sampled]
+    assert [x["token"] for x in choice["logprobs"]["content"]] == named
+    content = [i for x in parts if x["logprobs"] for i in x["logprobs"]["content"]]
+    assert content == choice["logprobs"]["content"]
+    assert whole["prompt_token_ids"] == chunks[0]["prompt_token_ids"] == engine.prompts[0]

@@ -49,6 +49,15 @@ def test_an_answer_and_its_stream_say_the_same():
     assert house.number("jrl_generated_tokens_total") == 22
 
 
+def test_usage_so_far_comes_with_each_chunk():
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = asking(max_tokens=7, stream=True, stream_options=options)
+    chunks = events(House().run(lambda client: client.post("/v1/completions", json=body)).text)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    # Three tokens at a time, the end, and the usage alone.
+    assert counts == [3, 6, 7, 7, 7]
+
+
 def test_prompts_are_echoed_and_numbered_through():
     body = asking(prompt=["ab", "cd"], echo=True, n=2)
     answer = House(slots=4).run(lambda client: client.post("/v1/completions", json=body)).json()
