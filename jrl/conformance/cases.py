@@ -17,16 +17,6 @@ NAMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"clip_low": 0.2, "clip_high": 0.28, "aggregation": "token-mean"},
         {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "token-mean"},
     ),
-    "grpo_loss": (
-        "ppo_loss",
-        {"aggregation": "seq-mean-token-mean"},
-        {"aggregation": "token-mean"},
-    ),
-    "dr_grpo_loss": (
-        "ppo_loss",
-        {"aggregation": "seq-mean-token-sum-norm"},
-        {"aggregation": "token-mean"},
-    ),
 }
 """Names of papers for settings of another quantity: its file, these settings, and the values that
 they have in a case of the file that does not name them."""

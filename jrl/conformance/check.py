@@ -1,7 +1,7 @@
 """Verdicts: a function beside the cases and the rules of a quantity."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -105,29 +105,30 @@ def check(function: Function, quantity: str, framework: str | None = None) -> Re
     known, takes = cases(quantity), accepted(function)
     missing = [_missing(case, takes) for case in known]
     asked = [_kept(case, takes) for case, lacks in zip(known, missing, strict=True) if not lacks]
+    bases = [*_bases([_tried(case, takes) for case in known], takes)]
     trials = [
-        (rule, case, trial)
-        for n, case in enumerate(_bases(asked))
+        (rule, n, trial)
+        for n, case in enumerate(bases)
         for rule in RULES.values()
         if n == 0 or rule.name == "micro-batches"
         for trial in rule.trials(case, _names(takes))
     ]
-    calls = [Call(case.inputs, case.settings, case.by) for case in asked]
+    calls = [Call(case.inputs, case.settings, case.by) for case in (*asked, *bases)]
     first = [len(calls)]
     for _, _, trial in trials:
         calls += [*trial.calls, *([trial.base] if trial.base else [])]
         first.append(len(calls))
     found = run(function, document(quantity)["outputs"], calls, framework)
-    results = {case.name: result for case, result in zip(asked, found, strict=False)}
+    results = iter(found[: len(asked)])
     of_cases = tuple(
         Finding(case.name, "not expressed", reason=f"takes no {lacks}")
         if lacks
-        else _of_case(case, results[case.name], known)
+        else _of_case(case, next(results), known)
         for case, lacks in zip(known, missing, strict=True)
     )
     of_rules = [
-        _of_trial(rule, trial, results[case.name], found[start:end])
-        for (rule, case, trial), start, end in zip(trials, first, first[1:], strict=False)
+        _of_trial(rule, trial, found[len(asked) + n], found[start:end])
+        for (rule, n, trial), start, end in zip(trials, first, first[1:], strict=False)
     ]
     return Report(quantity, of_cases, tuple(_worst(of_rules)))
 
@@ -147,11 +148,16 @@ def _missing(case: Case, takes: set[str] | None) -> str:
 def _kept(case: Case, takes: set[str] | None) -> Case:
     """The case without the settings that the function has all the same."""
     dropped = set() if takes is None else case.dropped - takes
-    settings = {name: x for name, x in case.settings.items() if name not in dropped}
-    return Case(case.quantity, case.name, case.inputs, settings, case.results, case.dropped)
+    return replace(case, settings={n: x for n, x in case.settings.items() if n not in dropped})
 
 
-def _bases(asked: list[Case]) -> Iterator[Case]:
+def _tried(case: Case, takes: set[str] | None) -> Case:
+    """The case for a rule, which compares a function with itself: with the settings it takes."""
+    settings = {n: x for n, x in case.settings.items() if takes is None or n in takes}
+    return replace(case, settings=settings)
+
+
+def _bases(known: list[Case], takes: set[str] | None) -> Iterator[Case]:
     """The cases on which rules are tried: the most uneven for each way to reduce a loss."""
 
     def fit(case: Case) -> tuple[Any, ...]:
@@ -164,9 +170,11 @@ def _bases(asked: list[Case]) -> Iterator[Case]:
         arrays = {n for n, x in case.settings.items() if isinstance(x, np.ndarray)}
         special = {"axis", "num_tokens", "num_sequences", "edges"} & case.settings.keys()
         counted = case.settings.get("empty_rows") == "count"
-        return arrays <= {*PER_TOKEN} and not special and not counted and bool(shape_of(case))
+        given = takes is None or case.inputs.keys() <= takes
+        usual = arrays <= {*PER_TOKEN} and not special and not counted
+        return given and usual and bool(shape_of(case))
 
-    usable = [case for case in asked if is_one(case)]
+    usable = [case for case in known if is_one(case)]
     reduced = [case for case in usable if case.settings.get("aggregation", "") is not None]
     modes = dict.fromkeys(str(case.settings.get("aggregation", "")) for case in reduced)
     for mode in sorted(modes):
@@ -205,7 +213,7 @@ def _differing(case: Case, other: Case) -> set[str]:
 def _of_trial(
     rule: Rule, trial: Trial, result: Results | Failure, found: list[Results | Failure]
 ) -> Finding:
-    base = found.pop() if trial.base else result
+    *found, base = [*found, result] if trial.base is None else found
     if trial.missing:
         return Finding(rule.name, "not expressed", reason=trial.missing)
     if isinstance(base, Failure):

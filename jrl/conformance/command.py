@@ -122,7 +122,10 @@ def describe(subject: Subject, report: Report) -> str:
     for title, findings in (("cases", report.cases), ("rules", report.rules)):
         held = sum(finding.state in ("holds", "rounded") for finding in findings)
         lines.append(f"  {title}: {held} of {len(findings)} hold")
-        lines += [_line(x) for x in findings if x.state not in ("holds", "rounded")]
+        for x in findings:
+            if x.state not in ("holds", "rounded"):
+                says = f", {RULES[x.name].says}" if title == "rules" else ""
+                lines.append(_line(x, says))
     smallest = report.smallest
     if smallest and smallest.example:
         example = smallest.example
@@ -135,19 +138,16 @@ def describe(subject: Subject, report: Report) -> str:
     return "\n".join(lines)
 
 
-def _line(finding: Finding) -> str:
-    says = f": {RULES[finding.name].says}" if finding.name in RULES else ""
-    words = {"misses": "misses", "convention": "another convention"}
+def _line(finding: Finding, says: str) -> str:
     off = f" (off by {finding.difference:.1e})" if finding.state == "misses" else ""
-    state = words.get(finding.state, finding.state)
-    return f"    {state:<14} {finding.name}{says}: {finding.reason}{off}"
+    return f"    {finding.state:<14} {finding.name}{says}: {finding.reason}{off}"
 
 
 def row(subject: Subject, report: Report) -> str:
     """One line: quantity, function, verdict, largest difference, rules that do not hold."""
     notes = _notes(report)
     return (
-        f"{subject.library:<10}{subject.quantity:<32}{subject.name:<28}{report.verdict:<20}"
+        f"{subject.library:<10} {subject.quantity:<32}{subject.name:<32}{report.verdict:<20}"
         f"{report.difference:>9.1e}  {notes}".rstrip()
     )
 
