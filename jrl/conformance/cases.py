@@ -10,16 +10,12 @@ from typing import Any
 import numpy as np
 
 FOLDER = Path(__file__).parent / "vectors"
+USUAL = Path(__file__).parent / "usual_settings.json"
 
-NAMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "dapo_loss": (
-        "ppo_loss",
-        {"clip_low": 0.2, "clip_high": 0.28, "aggregation": "token-mean"},
-        {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "token-mean"},
-    ),
+NAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "dapo_loss": ("ppo_loss", {"clip_low": 0.2, "clip_high": 0.28, "aggregation": "token-mean"})
 }
-"""Names of papers for settings of another quantity: its file, these settings, and the values that
-they have in a case of the file that does not name them."""
+"""Names of papers for settings of another quantity: its file, and these settings."""
 
 CONVENTIONS = {
     "max_log_ratio": "no paper clamps log-ratios",
@@ -46,7 +42,8 @@ class Case:
       quantity: its name in the list of quantities.
       name: the case's own.
       inputs: arrays by the name of the argument, float64; 0 under the mask.
-      settings: numbers, words and arrays by keyword.
+      settings: numbers, words and arrays by keyword, the usual ones of the quantity among them.
+      named: the settings that the file names in this case.
       results: right values by name, for example `loss` and `gradient by logprobs`; NaN marks an
         entry that is not compared.
       dropped: settings that a function without that keyword has all the same.
@@ -56,6 +53,7 @@ class Case:
     name: str
     inputs: Mapping[str, np.ndarray]
     settings: Mapping[str, Any]
+    named: frozenset[str]
     results: Mapping[str, np.ndarray]
     dropped: frozenset[str] = frozenset()
 
@@ -65,15 +63,11 @@ class Case:
         start = "gradient by "
         return tuple(name.removeprefix(start) for name in self.results if name.startswith(start))
 
-    @property
-    def size(self) -> int:
-        return sum(x.size for x in self.inputs.values())
-
 
 @cache
 def document(name: str) -> dict[str, Any]:
     """A file of vectors: `formula`, `source`, `arguments`, `outputs` and `cases`."""
-    file, _, _ = NAMED.get(name, (name, {}, {}))
+    file, _ = NAMED.get(name, (name, {}))
     path = FOLDER / f"{file}.json"
     if not path.exists():
         raise ValueError(f"quantity {name!r} is unknown: one of {', '.join(quantities())}")
@@ -89,15 +83,22 @@ def quantities() -> list[str]:
 def cases(name: str) -> list[Case]:
     """The cases of a quantity."""
     content = document(name)
-    _, fixed, usual = NAMED.get(name, (name, {}, {}))
+    file, fixed = NAMED.get(name, (name, {}))
+    known = [_case(name, content["outputs"], case, file, {*fixed}) for case in content["cases"]]
     return [
-        _case(name, content["outputs"], case, frozenset(fixed))
-        for case in content["cases"]
-        if all({**usual, **case["parameters"]}.get(key) == x for key, x in fixed.items())
+        case
+        for case in known
+        if all(np.array_equal(case.settings[key], x) for key, x in fixed.items())
     ]
 
 
-def _case(name: str, outputs: list[str], case: dict[str, Any], fixed: frozenset[str]) -> Case:
+@cache
+def _usual(file: str) -> dict[str, Any]:
+    """The values of the settings that a case does not name."""
+    return json.loads(USUAL.read_text(encoding="utf-8")).get(file, {})
+
+
+def _case(name: str, outputs: list[str], case: dict[str, Any], file: str, fixed: set[str]) -> Case:
     inputs = {key: _array(values) for key, values in case["inputs"].items()}
     results: dict[str, np.ndarray] = {}
     for key in outputs:
@@ -107,9 +108,10 @@ def _case(name: str, outputs: list[str], case: dict[str, Any], fixed: frozenset[
             results[key] = _right(case[key])
     for key, values in case.get("gradients", {}).items():
         results[f"gradient by {key}"] = _right(values)
-    settings = {key: _setting(key, x) for key, x in case["parameters"].items()}
-    off = {key for key in OFF if key in settings and settings[key] is None}
-    return Case(name, case["name"], inputs, settings, results, fixed | off)
+    given = {key: _setting(key, x) for key, x in case["parameters"].items()}
+    off = {key for key in OFF if key in given and given[key] is None}
+    settings, named = {**_usual(file), **given}, frozenset(given)
+    return Case(name, case["name"], inputs, settings, named, results, frozenset(fixed | off))
 
 
 def _array(values: Any) -> np.ndarray:

@@ -141,19 +141,23 @@ def _missing(case: Case, takes: set[str] | None) -> str:
     """The names that a case has and the function does not take."""
     if takes is None:
         return ""
-    wanted = {*case.inputs, *case.settings} - case.dropped - takes
+    wanted = {*case.inputs, *case.named} - case.dropped - takes
     return ", ".join(sorted(wanted))
 
 
 def _kept(case: Case, takes: set[str] | None) -> Case:
-    """The case without the settings that the function has all the same."""
-    dropped = set() if takes is None else case.dropped - takes
-    return replace(case, settings={n: x for n, x in case.settings.items() if n not in dropped})
+    """The case with the settings that the function takes."""
+    settings = {n: x for n, x in case.settings.items() if takes is None or n in takes}
+    return replace(case, settings=settings)
 
 
 def _tried(case: Case, takes: set[str] | None) -> Case:
-    """The case for a rule, which compares a function with itself: with the settings it takes."""
-    settings = {n: x for n, x in case.settings.items() if takes is None or n in takes}
+    """The case for a rule, which compares a function with itself: without settings per token."""
+    settings = {
+        name: x
+        for name, x in _kept(case, takes).settings.items()
+        if name in PER_TOKEN or not isinstance(x, np.ndarray)
+    }
     return replace(case, settings=settings)
 
 
@@ -164,20 +168,22 @@ def _bases(known: list[Case], takes: set[str] | None) -> Iterator[Case]:
         mask, shape = case.inputs.get("mask", np.ones(1)), shape_of(case)
         groups = len(np.unique(case.inputs.get("groups", 0)))
         uneven = len(np.unique(mask.sum(-1))), groups, shape, bool(mask.any())
-        return *uneven, -len(case.settings)
+        return *uneven, -len(case.named)
 
     def is_one(case: Case) -> bool:
-        arrays = {n for n, x in case.settings.items() if isinstance(x, np.ndarray)}
         special = {"axis", "num_tokens", "num_sequences", "edges"} & case.settings.keys()
         counted = case.settings.get("empty_rows") == "count"
         given = takes is None or case.inputs.keys() <= takes
-        usual = arrays <= {*PER_TOKEN} and not special and not counted
-        return given and usual and bool(shape_of(case))
+        tokens = "mask" not in case.inputs or case.inputs["mask"].any()
+        return bool(given and tokens and shape_of(case) and not special and not counted)
 
     usable = [case for case in known if is_one(case)]
     reduced = [case for case in usable if case.settings.get("aggregation", "") is not None]
     modes = dict.fromkeys(str(case.settings.get("aggregation", "")) for case in reduced)
-    for mode in sorted(modes):
+    usual = [
+        str(c.settings.get("aggregation", "")) for c in reduced if "aggregation" not in c.named
+    ]
+    for mode in sorted(modes, key=lambda mode: (mode not in usual, mode)):
         of_mode = [c for c in reduced if str(c.settings.get("aggregation", "")) == mode]
         yield max(of_mode, key=fit)
 
@@ -194,6 +200,10 @@ def _of_case(case: Case, result: Results | Failure, known: list[Case]) -> Findin
         if names and _distance(result, other.results, _outside(case))[0] <= ROUNDED:
             reason = ", ".join(f"{n}={other.settings.get(n, 'default')}" for n in sorted(names))
             return Finding(case.name, "convention", difference, reason)
+    outside = _outside(case)
+    if outside is not None and outside.all():
+        reason = f"{worst} is {result[worst]} without a true token"
+        return Finding(case.name, "convention", difference, reason)
     return Finding(case.name, "misses", difference, worst, _example(case, result, worst))
 
 
