@@ -30,6 +30,8 @@ CONVENTIONS = {
     "lone_tail": "no paper says what a lone response's baseline is",
 }
 """Settings in which implementations may differ and be right, and why."""
+TIES = {"CLIP-1 A=-1 c=4": "the ratio is the cap itself"}
+"""Cases on a kink of the loss, and where: its gradient may be any between both sides."""
 OFF = ("max_log_ratio", "max_value", "clip_dual", "floor")
 """Settings that a function need not have if a case turns them off by None."""
 

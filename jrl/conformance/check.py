@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .cases import CONVENTIONS, Case, cases, document
+from .cases import CONVENTIONS, TIES, Case, cases, document
 from .frameworks import Call, Failure, Function, Results, accepted, framework_of, run
-from .rules import RULES, Rule, Trial
+from .rules import RULES, Rule, Trial, hidden
 from .views import PER_TOKEN, shape_of
 
 EXACT = 1e-10
@@ -105,7 +105,13 @@ def check(function: Function, quantity: str, framework: str | None = None) -> Re
     known, takes = cases(quantity), accepted(function)
     missing = [_missing(case, takes) for case in known]
     asked = [_kept(case, takes) for case, lacks in zip(known, missing, strict=True) if not lacks]
-    bases = [*_bases([_tried(case, takes) for case in known], takes)]
+    outputs = document(quantity)["outputs"]
+    calls = [Call(case.inputs, case.settings, case.by) for case in asked]
+    results = dict(
+        zip((c.name for c in asked), run(function, outputs, calls, framework), strict=True)
+    )
+    refused = {n for n, x in results.items() if isinstance(x, Failure) and not x.expressed}
+    bases = [*_bases([_tried(case, takes) for case in known if case.name not in refused], takes)]
     trials = [
         (rule, n, trial)
         for n, case in enumerate(bases)
@@ -113,21 +119,20 @@ def check(function: Function, quantity: str, framework: str | None = None) -> Re
         if n == 0 or rule.name == "micro-batches"
         for trial in rule.trials(case, _names(takes))
     ]
-    calls = [Call(case.inputs, case.settings, case.by) for case in (*asked, *bases)]
+    calls = [Call(case.inputs, case.settings, case.by) for case in bases]
     first = [len(calls)]
     for _, _, trial in trials:
         calls += [*trial.calls, *([trial.base] if trial.base else [])]
         first.append(len(calls))
-    found = run(function, document(quantity)["outputs"], calls, framework)
-    results = iter(found[: len(asked)])
+    found = run(function, outputs, calls, framework)
     of_cases = tuple(
         Finding(case.name, "not expressed", reason=f"takes no {lacks}")
         if lacks
-        else _of_case(case, next(results), known)
+        else _of_case(case, results[case.name], known)
         for case, lacks in zip(known, missing, strict=True)
     )
     of_rules = [
-        _of_trial(rule, trial, found[len(asked) + n], found[start:end])
+        _of_trial(rule, trial, bases[n], found[n], found[start:end])
         for (rule, n, trial), start, end in zip(trials, first, first[1:], strict=False)
     ]
     return Report(quantity, of_cases, tuple(_worst(of_rules)))
@@ -195,16 +200,37 @@ def _of_case(case: Case, result: Results | Failure, known: list[Case]) -> Findin
     state = _state(difference)
     if state != "misses":
         return Finding(case.name, state, difference)
+    convention = _convention(case, result, known, worst)
+    if convention:
+        return Finding(case.name, "convention", difference, convention)
+    return Finding(case.name, "misses", difference, worst, _example(case, result, worst))
+
+
+def _convention(case: Case, result: Results, known: list[Case], worst: str) -> str:
+    """The convention by which the results are right; empty if there is none."""
+    outside, right = _outside(case), case.results
+
+    def fits(got: Results, wanted: Results) -> bool:
+        return _distance(got, wanted, outside)[0] <= ROUNDED
+
     for other in known:
         names = _differing(case, other)
-        if names and _distance(result, other.results, _outside(case))[0] <= ROUNDED:
-            reason = ", ".join(f"{n}={other.settings.get(n, 'default')}" for n in sorted(names))
-            return Finding(case.name, "convention", difference, reason)
-    outside = _outside(case)
+        if names and fits(result, other.results):
+            return ", ".join(f"{n}={other.settings.get(n, 'default')}" for n in sorted(names))
+    if case.name in TIES and fits(result, {n: x for n, x in right.items() if "grad" not in n}):
+        return f"another subgradient where {TIES[case.name]}"
     if outside is not None and outside.all():
-        reason = f"{worst} is {result[worst]} without a true token"
-        return Finding(case.name, "convention", difference, reason)
-    return Finding(case.name, "misses", difference, worst, _example(case, result, worst))
+        return f"{worst} is {result.get(worst)} without a true token"
+    if outside is not None and outside.all(1).any() and "loss" in right:
+        counted = {name: x * outside.shape[0] / sum(~outside.all(1)) for name, x in result.items()}
+        if fits(counted, right):
+            return "empty_rows=count"
+    if "groups" in case.inputs:
+        groups = case.inputs["groups"]
+        several = (groups[:, None] == groups).sum(1) > 1
+        if fits(result, {n: np.where(several.T, x.T, np.nan).T for n, x in right.items()}):
+            return "another advantage of a group of one response"
+    return ""
 
 
 def _differing(case: Case, other: Case) -> set[str]:
@@ -221,13 +247,18 @@ def _differing(case: Case, other: Case) -> set[str]:
 
 
 def _of_trial(
-    rule: Rule, trial: Trial, result: Results | Failure, found: list[Results | Failure]
+    rule: Rule,
+    trial: Trial,
+    case: Case,
+    result: Results | Failure,
+    found: list[Results | Failure],
 ) -> Finding:
     *found, base = [*found, result] if trial.base is None else found
     if trial.missing:
         return Finding(rule.name, "not expressed", reason=trial.missing)
     if isinstance(base, Failure):
         return Finding(rule.name, "not expressed", reason=base.reason)
+    base = hidden(case, base)
     failed = next((x for x in found if isinstance(x, Failure)), None)
     if failed:
         return _failure(rule.name, failed, trial.calls[0])

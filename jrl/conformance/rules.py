@@ -149,15 +149,17 @@ def _holes(case: Case, accepts: tuple[str, ...]) -> Iterator[Trial]:
 def _poison(*values: float) -> Callable[[Case, tuple[str, ...]], Iterator[Trial]]:
     def trials(case: Case, accepts: tuple[str, ...]) -> Iterator[Trial]:
         if "mask" in case.inputs and not case.inputs["mask"].all():
-            mask = view(case)(case.inputs["mask"], 0).astype(bool)
             for value in values:
-                yield Trial([_masked(case, value)], lambda base: [_under(mask, base, np.nan)])
+                yield Trial([_masked(case, value)], _unchanged)
 
     return trials
 
 
-def _under(mask: np.ndarray, results: Results, value: float) -> Results:
+def hidden(case: Case, results: Results, value: float = np.nan) -> Results:
     """Results with a value where the mask is false, but for gradients, which stay."""
+    if "mask" not in case.inputs:
+        return results
+    mask = case.inputs["mask"].astype(bool)
     return {
         name: np.where(mask, x, value) if x.shape == mask.shape and not _of_loss(name) else x
         for name, x in results.items()
@@ -182,10 +184,8 @@ def _mask_dtypes(case: Case, accepts: tuple[str, ...]) -> Iterator[Trial]:
 
 def _zeros(case: Case, accepts: tuple[str, ...]) -> Iterator[Trial]:
     if "mask" in case.inputs:
-        mask = case.inputs["mask"].astype(bool)
-        yield Trial(
-            [Call(case.inputs, case.settings, case.by)], lambda base: [_under(mask, base, 0)]
-        )
+        call = Call(case.inputs, case.settings, case.by)
+        yield Trial([call], lambda base: [hidden(case, base, 0)])
 
 
 def _groups_apart(case: Case, accepts: tuple[str, ...]) -> Iterator[Trial]:

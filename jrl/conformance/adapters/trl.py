@@ -189,7 +189,7 @@ def functions() -> Iterator[tuple[str, str, Callable[..., Any]]]:
     yield "dapo_loss", "dapo", _clipped(TYPES, "token-mean", "token")
     sequences = {"seq-mean-token-mean": "grpo"}
     yield "gspo_loss", "grpo, sequence", _clipped(sequences, "seq-mean-token-mean", "sequence")
-    sums = {"seq-mean-token-sum": "luspo"}
-    yield "luspo_loss", "luspo, sequence", _clipped(sums, "seq-mean-token-sum", "sequence")
+    sums = {"seq-mean-token-mean": "luspo"}
+    yield "luspo_loss", "luspo, sequence", _clipped(sums, "seq-mean-token-mean", "sequence")
     yield "cispo_loss", "cispo", cispo
     yield "sapo_loss", "sapo", sapo

@@ -18,18 +18,28 @@ OFF = 1e30
 def number(name: str, value: Any) -> float:
     if isinstance(value, torch.Tensor):
         raise NotExpressed(f"{name} is one number there")
-    return float(value)
+    return OFF if value is None else float(value)
 
 
-def _policy_loss(name: str, usual: str, *, dual: bool = False) -> Callable[..., torch.Tensor]:
-    """A loss of verl's registry. The old policy comes first there, and the mask is of floats."""
+def _policy_loss(
+    name: str, usual: str, *, dual: bool = False, low: float | None = 0.2, modes: bool = True
+) -> Callable[..., torch.Tensor]:
+    """A loss of verl's registry. The old policy comes first there, and the mask is of floats.
+
+    Args:
+      name: there.
+      usual: how it is reduced.
+      dual: if it has a dual clip.
+      low: the lower bound of a case that has none.
+      modes: if it is reduced in other ways and by denominators of the whole batch.
+    """
 
     def loss(
         logprobs: torch.Tensor,
         old_logprobs: torch.Tensor,
         advantages: torch.Tensor,
         mask: torch.Tensor,
-        clip_low: Any = 0.2,
+        clip_low: Any = low,
         clip_high: Any = 0.2,
         aggregation: str | None = usual,
         importance_weights: torch.Tensor | None = None,
@@ -43,6 +53,8 @@ def _policy_loss(name: str, usual: str, *, dual: bool = False) -> Callable[..., 
             raise NotExpressed("its ratio has the gradient of the token")
         if aggregation is None:
             raise NotExpressed("a loss of verl is one number")
+        if not modes and (aggregation != usual or num_tokens or num_sequences):
+            raise NotExpressed(f"it is always reduced by {usual} of the rows that it is given")
         if clip_dual is not None and not dual:
             raise NotExpressed("it has no dual clip")
         counts = {
@@ -64,6 +76,18 @@ def _policy_loss(name: str, usual: str, *, dual: bool = False) -> Callable[..., 
         return core_algos.get_policy_loss_fn(name)(*arrays, aggregation, config, **weights)[0]
 
     return loss
+
+
+def _sapo(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    num_sequences: int | None = None,
+) -> torch.Tensor:
+    """Always a mean of means of sequences."""
+    loss = _policy_loss("sapo", "seq-mean-token-mean")
+    return loss(logprobs, old_logprobs, advantages, mask, num_sequences=num_sequences)
 
 
 def value_loss(
@@ -114,6 +138,8 @@ def _of_scores(name: str, **options: Any) -> Callable[..., torch.Tensor]:
         if scale == "batch":
             raise NotExpressed("it scales by groups")
         kept = {"norm_adv_by_std_in_grpo": scale is not None} if name == "grpo" else options
+        if lengths is not None and bool((lengths == 0).any()):
+            raise NotExpressed("a response without a token has no advantage there")
         rows = torch.ones_like(rewards).long() if lengths is None else lengths.long()
         mask = (torch.arange(int(rows.max())) < rows[:, None]).to(rewards.dtype)
         scores = torch.zeros_like(mask)
@@ -150,6 +176,8 @@ def _without_scale(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 
 
 def pass_at_k(rewards: torch.Tensor, groups: torch.Tensor, epsilon: float = 1e-6) -> torch.Tensor:
+    if bool(((groups[:, None] == groups).sum(1) == 1).any()):
+        raise NotExpressed("it refuses a group of one response")
     config = AlgoConfig(norm_adv_by_std_in_grpo=True)
     return _of_scores("grpo_passk", config=config)(rewards, groups, epsilon=epsilon)
 
@@ -158,9 +186,9 @@ def functions() -> Iterator[tuple[str, str, Callable[..., Any]]]:
     yield "ppo_loss", "vanilla", _policy_loss("vanilla", "token-mean", dual=True)
     yield "dapo_loss", "vanilla", _policy_loss("vanilla", "token-mean", dual=True)
     yield "gspo_loss", "gspo", _policy_loss("gspo", "seq-mean-token-mean")
-    yield "gmpo_loss", "geo_mean", _policy_loss("geo_mean", "seq-mean-token-mean")
-    yield "cispo_loss", "cispo", _policy_loss("cispo", "token-mean")
-    yield "sapo_loss", "sapo", _policy_loss("sapo", "seq-mean-token-mean")
+    yield "gmpo_loss", "geo_mean", _policy_loss("geo_mean", "seq-mean-token-mean", modes=False)
+    yield "cispo_loss", "cispo", _policy_loss("cispo", "token-mean", low=None)
+    yield "sapo_loss", "sapo", _sapo
     yield "value_loss", "compute_value_loss", value_loss
     yield "kl_estimate", "kl_penalty", kl_estimate
     yield "gae", "gae", gae
