@@ -12,7 +12,7 @@ from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-VECTORS = ROOT / "tests" / "vectors"
+VECTORS = ROOT / "jrl" / "conformance" / "vectors"
 NOTEBOOKS = ROOT / "notebooks"
 EXPERIMENTS = ROOT / "experiments"
 FORMULA = re.compile(

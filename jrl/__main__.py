@@ -35,6 +35,7 @@ COMMANDS = {
     "plan": Command("moe.planner.__main__", "find the fastest layout of a model on a cluster"),
     "launch": Command("jrl.launch.__main__", "train on many machines"),
     "faults": Command("jrl.faults.__main__", "find the machine of a run that is failing"),
+    "conform": Command("jrl.conform", "check losses of any library on published cases"),
 }
 COMPLETION = "completion"
 

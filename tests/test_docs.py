@@ -209,7 +209,7 @@ def test_links_lead_somewhere(path):
 
 def reached_by_the_site(reached):
     """The folder of the site that may have a file: the pages, or one that docs/hooks.py adds."""
-    folders = [ROOT / name for name in ("notebooks", "experiments", "tests/vectors")]
+    folders = [ROOT / name for name in ("notebooks", "experiments", "jrl/conformance/vectors")]
     return next((folder for folder in folders if folder in reached.parents), ROOT / "docs")
 
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from jrl.conformance.cases import FOLDER
 from vectors.call import Call
-
-FOLDER = Path(__file__).parent
 
 # Arrays by name, in the order of the function's positional arguments.
 Inputs = Mapping[str, Any]

@@ -1,0 +1,193 @@
+"""Calls of a function of NumPy, JAX or PyTorch, with results and gradients in NumPy."""
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+Function = Callable[..., Any]
+Results = dict[str, np.ndarray]
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Options of XLA for programs that run once."""
+
+
+class NotExpressed(Exception):
+    """Raised by an adapter for a call that a library cannot express; the message says why."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arrays and settings by name, and the inputs by which the first result is differentiated."""
+
+    inputs: Mapping[str, np.ndarray]
+    settings: Mapping[str, Any]
+    by: tuple[str, ...] = ()
+    half: bool = False
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A call without results; `expressed` is False if the function cannot be asked for them."""
+
+    reason: str
+    expressed: bool = True
+
+
+def framework_of(function: Function) -> str:
+    """The framework that the module of a function has imported: jax, torch or else numpy."""
+    module = sys.modules.get(function.__module__)
+    names = {
+        (x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", None) or "")
+        for x in vars(module or ModuleType("")).values()
+    }
+    roots = {name.partition(".")[0] for name in names}
+    return next((name for name in ("jax", "torch") if name in roots), "numpy")
+
+
+def accepted(function: Function) -> set[str] | None:
+    """The names of a function's parameters; None if it takes any."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return {p.name for p in parameters}
+
+
+def run(
+    function: Function, outputs: Sequence[str], calls: Sequence[Call], framework: str
+) -> list[Results | Failure]:
+    """The results of every call, or why there are none."""
+    return {"numpy": _numpy, "torch": _torch, "jax": _jax}[framework](function, outputs, calls)
+
+
+def named(result: Any, outputs: Sequence[str]) -> dict[str, Any]:
+    """What a function returns by the names of the file: an array, a tuple, a mapping, a record."""
+    if isinstance(result, Mapping):
+        found = {name: result[name] for name in outputs if name in result}
+    elif all(hasattr(result, name) for name in outputs):
+        found = {name: getattr(result, name) for name in outputs}
+    else:
+        several = result if isinstance(result, tuple | list) else [result]
+        found = dict(zip(outputs, several, strict=False))
+    if outputs[0] not in found:
+        raise ValueError(f"the function returned no {outputs[0]}: {type(result).__name__}")
+    flat = {}
+    for name, x in found.items():
+        if isinstance(x, Mapping):
+            flat |= {f"{name}.{one}": value for one, value in x.items()}
+        elif x is not None:
+            flat[name] = x
+    return {name: x.value() if hasattr(x, "value") else x for name, x in flat.items()}
+
+
+def _attempt(call: Callable[[], Results]) -> Results | Failure:
+    try:
+        return call()
+    except NotExpressed as error:
+        return Failure(str(error), expressed=False)
+    except Exception as error:  # whatever a stranger's function raises is the finding
+        return Failure(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+
+
+def _host(results: Mapping[str, Any]) -> Results:
+    numbers = {name: np.asarray(x) for name, x in results.items()}
+    return {name: x.astype(float) for name, x in numbers.items() if x.dtype.kind not in "OUS"}
+
+
+def _numpy(function: Function, outputs: Sequence[str], calls: Sequence[Call]) -> list:
+    def one(call: Call) -> Results:
+        if call.half:
+            raise NotExpressed("NumPy has no bfloat16")
+        with np.errstate(all="ignore"):
+            return _host(named(function(**call.inputs, **call.settings), outputs))
+
+    return [_attempt(lambda call=call: one(call)) for call in calls]
+
+
+def _torch(function: Function, outputs: Sequence[str], calls: Sequence[Call]) -> list:
+    import torch
+
+    def tensor(x: np.ndarray, half: bool) -> Any:
+        made = torch.tensor(x)
+        return made.to(torch.bfloat16) if half and made.is_floating_point() else made
+
+    def one(call: Call) -> Results:
+        inputs = {name: tensor(x, call.half) for name, x in call.inputs.items()}
+        settings = {
+            name: tensor(x, call.half) if isinstance(x, np.ndarray) else x
+            for name, x in call.settings.items()
+        }
+        leaves = [inputs[name].requires_grad_() for name in call.by]
+        found = named(function(**inputs, **settings), outputs)
+        slopes = [None] * len(leaves)
+        if leaves and found[outputs[0]].requires_grad:
+            slopes = torch.autograd.grad(found[outputs[0]].sum(), leaves, allow_unused=True)
+        for name, leaf, slope in zip(call.by, leaves, slopes, strict=True):
+            found[f"gradient by {name}"] = torch.zeros_like(leaf) if slope is None else slope
+        return _host({n: torch.as_tensor(x).detach().double().numpy() for n, x in found.items()})
+
+    return [_attempt(lambda call=call: one(call)) for call in calls]
+
+
+def _jax(function: Function, outputs: Sequence[str], calls: Sequence[Call]) -> list:
+    """All calls as one program; one by one those that cannot be traced."""
+    import jax
+    import jax.numpy as jnp
+
+    def arrays(call: Call) -> tuple[Any, Any]:
+        given = {n: x for n, x in call.settings.items() if isinstance(x, np.ndarray)}
+        if not call.half:
+            return dict(call.inputs), given
+        return jax.tree.map(
+            lambda x: x.astype(jnp.bfloat16) if x.dtype.kind == "f" else x, (call.inputs, given)
+        )
+
+    def one(call: Call, inputs: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        def first(changed: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+            result = named(function(**{**inputs, **changed}, **{**call.settings, **given}), outputs)
+            return jnp.sum(result[outputs[0]]), result
+
+        if not call.by:
+            return first({})[1]
+        slopes, result = jax.grad(first, has_aux=True)({name: inputs[name] for name in call.by})
+        return result | {f"gradient by {name}": slope for name, slope in slopes.items()}
+
+    alike: dict[str, list[int]] = {}  # calls of one signature are one loop of the program
+    for n, call in enumerate(calls):
+        static = {k: x for k, x in call.settings.items() if not isinstance(x, np.ndarray)}
+        shapes = jax.tree.map(lambda x: (x.shape, str(x.dtype)), arrays(call))
+        alike.setdefault(repr((static, shapes, call.by)), []).append(n)
+    failed: set[int] = set()
+
+    def program(batch: list) -> dict[int, Any]:
+        found = {}
+        for members, stacked in zip(alike.values(), batch, strict=True):
+            try:
+                each = jax.lax.map(lambda x, first=members[0]: one(calls[first], *x), stacked)
+                found |= {n: jax.tree.map(lambda x, i=i: x[i], each) for i, n in enumerate(members)}
+            except Exception:  # tried again outside of the program, which has a plain message
+                failed.update(members)
+        return found
+
+    # A 32-bit integer stays one; what is given in float32 stays float32.
+    context: AbstractContextManager = getattr(jax, "enable_x64", lambda _: nullcontext())(True)
+    with context:
+        batch = [
+            jax.tree.map(lambda *x: np.stack(x), *(arrays(calls[n]) for n in members))
+            for members in alike.values()
+        ]
+        found = jax.device_get(jax.jit(program, compiler_options=QUICK)(batch))
+        return [
+            _attempt(
+                lambda n=n, call=call: _host(
+                    jax.device_get(one(call, *jax.tree.map(jnp.asarray, arrays(call))))
+                    if n in failed
+                    else found[n]
+                )
+            )
+            for n, call in enumerate(calls)
+        ]
