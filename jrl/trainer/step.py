@@ -28,6 +28,7 @@ from jrl.recipes.base.batch import (
 )
 from jrl.recipes.base.mismatch import Corrected, Correction
 from jrl.recipes.base.recipe import POLICY, Recipe
+from jrl.recipes.base.teacher import UNSCORED, add_teacher, check_teacher
 from jrl.rollout.collection.collect import Collected, add_verdicts, collect
 from jrl.rollout.packing import MAX_ROWS_PER_BIN, clear_idle_rows, counts_of, pack_rows, plan
 from jrl.rollout.sampler import Completion, Sampler, correct_of, scores_of, timed
@@ -53,7 +54,6 @@ from jrl.trainer.scoring import (
 )
 from jrl.trainer.state import Randomness, TrainState, frozen_weights
 from jrl.trainer.summary import count_updates, describe, summarise
-from jrl.trainer.teacher import UNSCORED, add_teacher, check_teacher
 from jrl.trainer.token_records import TokenLogConfig, TokenRecord, token_records
 from moe.config import ModelConfig
 from moe.weights import Transformer
@@ -358,6 +358,9 @@ def targets_of(recipe: Recipe, batch: Batch[Array]) -> Targets[Array]:
     return recipe.targets(batch)
 
 
+add_teacher_term = DeviceJit(add_teacher, static_argnums=0)
+"""Term of the teacher in a step's advantages, `add_teacher`, compiled."""
+
 correct_mismatch = DeviceJit(Correction.correct, static_argnums=0)
 """Mismatch correction of a step's batch, `Correction.correct`, compiled."""
 
@@ -391,7 +394,7 @@ def _with_targets(
         # The critic is trained on completions that are truncated or that a teacher cannot score.
         critic_mask = mask if critic_mask is None else critic_mask
     if recipe.uses_teacher:
-        advantages, mask, teacher_metrics = add_teacher(recipe, batch, advantages, mask)
+        advantages, mask, teacher_metrics = add_teacher_term(recipe, batch, advantages, mask)
     if recipe.overlong_filter:
         mask = overlong_filter(mask, required(batch.truncated))
     correction = Corrected(mask, None, {})

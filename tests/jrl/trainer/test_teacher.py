@@ -18,6 +18,7 @@ from jrl.config.files import run_of
 from jrl.config.run import RunConfig
 from jrl.recipes import RECIPES, Grpo, NetworkSpec
 from jrl.recipes.base.batch import Batch, over_rows
+from jrl.recipes.base.teacher import TeacherFailed, add_teacher, check_teacher
 from jrl.recipes.load import load_recipe
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
@@ -35,7 +36,6 @@ from jrl.trainer.evaluation.saved_policy import load_model
 from jrl.trainer.setup.network import network_of
 from jrl.trainer.setup.setup import build_setup
 from jrl.trainer.step import _score_frozen, _with_targets
-from jrl.trainer.teacher import TeacherFailed, add_teacher, check_teacher
 from moe.config import Model, preset
 from moe.model import next_token_logits
 

@@ -1,14 +1,11 @@
 """Term of a teacher in the advantages of a step (on-policy distillation)."""
 
-from functools import partial
-
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jrl.losses import Mean, distillation_advantages
 from jrl.recipes.base.batch import TEACHER, Batch, required
-from jrl.recipes.base.recipe import Recipe
-from sharding.sharded_jit import DeviceJit
+from jrl.recipes.base.hyperparameters import Hyperparameters
 
 FAR = 5.0
 """Nats by which a token that is far from the teacher is less likely under it."""
@@ -20,9 +17,8 @@ class TeacherFailed(RuntimeError):
     """Raised when a teacher gives no finite log-probabilities for a whole step."""
 
 
-@partial(DeviceJit, static_argnums=0)
 def add_teacher(
-    recipe: Recipe,
+    recipe: Hyperparameters,
     batch: Batch[Array],
     advantages: Float[Array, "batch time"],
     mask: Bool[Array, "batch time"],
@@ -48,7 +44,7 @@ def add_teacher(
     return advantages + term, scored, {name: mean.value() for name, mean in metrics.items()}
 
 
-def check_teacher(recipe: Recipe, unscored: float) -> None:
+def check_teacher(recipe: Hyperparameters, unscored: float) -> None:
     """Raises TeacherFailed if the teacher could score no response of a step.
 
     Args:
