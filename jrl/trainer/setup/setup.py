@@ -235,7 +235,7 @@ class Setup:
             records_choices=self.recipe.router_replay == "R3",
         )
 
-    @cached_property
+    @property
     def named_files(self) -> dict[str, NetworkFile]:
         """Files that the recipe names for its networks, by role."""
         return {

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from programs import on_mesh
-from small_runs import metrics_of
+from small_runs import metrics_of, small_model, small_recipe, small_run, small_setup
 
 from jrl.config.files import run_of
 from jrl.config.run import RunConfig
@@ -33,9 +33,12 @@ from jrl.trainer.evaluation.network_files import (
     notes_on_teacher,
 )
 from jrl.trainer.evaluation.saved_policy import load_model
+from jrl.trainer.setup.fit import fit
+from jrl.trainer.setup.memory import WORKSPACE, memory, run_memory, weight_bytes
 from jrl.trainer.setup.network import network_of
 from jrl.trainer.setup.setup import build_setup
 from jrl.trainer.step import _score_frozen, _with_targets
+from moe.architecture.lora import Lora
 from moe.config import Model, preset
 from moe.model import next_token_logits
 
@@ -302,3 +305,60 @@ def test_recipe_that_defines_a_teacher_of_its_own_is_refused(tmp_path):
         kind()
     # As in a run folder that was written before.
     assert "teacher" not in kind(teacher_coef=0.0).networks
+
+
+@pytest.fixture
+def with_teacher(monkeypatch):
+    """Small run whose recipe names the run folder runs/a as its teacher."""
+
+    def setup_of(run=None, recipe=None, teacher=None, **changes):
+        recipe = small_recipe(teacher="runs/a") if recipe is None else recipe
+        setup = small_setup(recipe, small_run() if run is None else run)
+        model = small_model(setup.tokenizer.vocab_size, **({} if teacher is None else teacher))
+        file = NetworkFile(Path("runs/a").absolute(), model, is_run=True)
+        monkeypatch.setattr("jrl.trainer.setup.setup.open_network", lambda *_: file)
+        return replace(setup, model=replace(setup.model, **changes))
+
+    return setup_of
+
+
+def test_teacher_is_the_base_of_adapters_without_a_second_copy(with_teacher):
+    run, lora = small_run(weights="runs/a", lora_rank=2), Lora(2, 4.0, ("attention",))
+    setup = with_teacher(run, lora=lora)
+    assert setup.network_files == {} and "teacher" not in memory(setup)
+    assert setup.frozen["teacher"].config == setup.model.without_adapters()
+    # A copy of its own: without adapters, in another dtype, of another run.
+    for other in (
+        with_teacher(run),
+        with_teacher(run, small_recipe(teacher="runs/a", teacher_dtype="bfloat16"), lora=lora),
+        with_teacher(small_run(weights="runs/b", lora_rank=2), lora=lora),
+    ):
+        assert list(other.network_files) == ["teacher"] and memory(other)["teacher"] > 0
+
+
+def test_memory_counts_weights_and_pass_of_a_large_teacher(with_teacher):
+    sizes = []
+    for teacher in ({}, {"num_layers": 4, "d_model": 80}):
+        setup = with_teacher(teacher=teacher)
+        weights = memory(setup)["teacher"]
+        assert weights == weight_bytes(setup.frozen["teacher"].model)
+        sizes.append((weights, run_memory(setup).phases["scoring"][WORKSPACE]))
+    (small, small_pass), (large, large_pass) = sizes
+    assert large > 4 * small and large_pass > 2 * small_pass
+
+
+def test_teacher_that_does_not_fit_is_refused_with_the_numbers(with_teacher):
+    sizes = {"num_layers": 64, "d_model": 1024, "d_expert": 4096}
+    setup = with_teacher(small_run(memory_limit=1.0), teacher=sizes)
+    with pytest.raises(ValueError, match=r"teacher [\d.]+ GiB.*are free.*Try a smaller teacher"):
+        fit(setup, setup.recipe)
+
+
+def test_teacher_with_its_own_layout_and_dtype(with_teacher):
+    recipe = small_recipe(teacher="runs/a", teacher_layout="tp2", teacher_dtype="bfloat16")
+    setup = with_teacher(small_run(layout="dp2"), recipe)
+    teacher = setup.frozen["teacher"]
+    assert teacher.mesh.layout.tp == 2 and teacher.config.dtype == "bfloat16"
+    setup = with_teacher(recipe=recipe)
+    with pytest.raises(ValueError, match=r"'tp2' of the teacher has 2 devices, and the policy 1"):
+        _ = setup.frozen
