@@ -1,13 +1,34 @@
-"""Distillation: advantages that move a policy towards a teacher on the policy's own samples."""
+"""Distillation: advantages and divergences that move a policy towards a teacher.
 
+The divergence over the whole vocabulary is `jsd_from_logits`.
+"""
+
+import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number, clip, masked_constants
+from jrl.losses.arrays import (
+    Number,
+    as_floats,
+    check_shapes,
+    clip,
+    masked_constants,
+    zero_masked,
+)
+from jrl.losses.logits import jsd_from_logits
+from jrl.losses.vocabulary import rows_of_logits
 
-__all__ = ["distillation_advantages", "extrapolated_distillation_advantages"]
+__all__ = [
+    "distillation_advantages",
+    "extrapolated_distillation_advantages",
+    "top_k_divergence",
+]
+
+# The least probability of all other tokens: an ulp of the sum in float32.
+LEAST_REST = 1e-7
 
 
 def distillation_advantages(
@@ -130,3 +151,66 @@ def extrapolated_distillation_advantages(
 
 def _bounded(log_ratio: Float[Array, "*shape"], bound: settings.Checked | None) -> Array:
     return log_ratio if bound is None else clip(log_ratio, bound)
+
+
+def top_k_divergence(
+    top_logprobs: Float[ArrayLike, "*batch k"],
+    teacher_top_logprobs: Float[ArrayLike, "*batch k"],
+    mask: Shaped[ArrayLike, "*batch"] | None = None,
+    *,
+    beta: Number = 1.0,
+) -> Float[Array, "*batch"]:
+    """Divergence of a policy and its teacher on the teacher's k likeliest tokens and the rest.
+
+    `jsd_from_logits` of k + 1 events: the teacher's k likeliest tokens, and one more for all other
+    tokens, of the remaining probability. For a teacher that answers with its top k, as servers do.
+    At most the divergence over the whole vocabulary.
+
+    The gradient of the reverse KL, by the policy's log-probabilities, holds the weights p and the
+    log-ratios constant:
+
+        sum_j stop(p_j log p_j/q_j) grad log p_j        over the k tokens and the rest
+
+    The gradient of the sum over the k tokens alone has ``sum_j grad p_j`` besides, which lowers the
+    probability of the teacher's tokens whatever the teacher gives them, and collapses the policy.
+    With the rest these terms cancel.
+
+    Args:
+      top_logprobs: of the policy at the teacher's tokens, in nats, of distinct tokens.
+      teacher_top_logprobs: of the teacher at the same tokens; no gradient. -inf is a place that has
+        no token, if there are fewer than k.
+      mask: true where the divergence is needed. Results are 0 elsewhere (gradient stopped). None
+        computes all.
+      beta: as in `jsd_from_logits`; 1 is the reverse KL.
+
+    Returns:
+      The divergence in nats. The probability of the rest is at least 1e-7, without a gradient below
+      it: rounded log-probabilities may sum to more than 1.
+
+    Raises:
+      ValueError: if `beta` is outside of 0 to 1.
+
+    References:
+      "The many faces of on-policy distillation", 2026 (the bias). https://arxiv.org/abs/2605.11182
+
+    Examples:
+      >>> policy, teacher = jnp.log(jnp.array([0.25, 0.25])), jnp.log(jnp.array([0.5, 0.25]))
+      >>> round(float(top_k_divergence(policy, teacher)), 4)
+      0.1733
+    """
+    check_shapes(top_logprobs=top_logprobs, teacher_top_logprobs=teacher_top_logprobs)
+    top_logprobs, mask = rows_of_logits(top_logprobs, mask)
+    teacher = jax.lax.stop_gradient(jnp.asarray(teacher_top_logprobs))
+    policy, teacher = as_floats(top_logprobs, teacher)
+    rows = mask[..., None]
+    policy, teacher = (jnp.where(rows, x, -jnp.inf) for x in (policy, teacher))
+    policy = jnp.where(teacher == -jnp.inf, -jnp.inf, policy)
+    return jsd_from_logits(_with_rest(policy), _with_rest(teacher), mask, beta=beta)
+
+
+def _with_rest(logprobs: Float[Array, "*batch k"]) -> Float[Array, "*batch events"]:
+    """Appends the log-probability of all other tokens."""
+    possible = logprobs != -jnp.inf
+    probabilities = zero_masked(jnp.exp(zero_masked(logprobs, possible)), possible)
+    rest = jnp.maximum(1 - jnp.sum(probabilities, axis=-1, keepdims=True), LEAST_REST)
+    return jnp.concatenate([logprobs, jnp.log(rest)], axis=-1)

@@ -1,7 +1,8 @@
 """Log-probabilities, entropy and KL divergence, computed exactly from logits."""
 
+import math
 from functools import partial
-from typing import Literal, SupportsIndex
+from typing import Literal, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Integer, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import PerRow, as_floats, check_shapes, zero_masked
+from jrl.losses.arrays import Number, PerRow, as_floats, check_shapes, zero_masked
 from jrl.losses.vocabulary import (
     Logits,
     Normaliser,
@@ -25,7 +26,13 @@ from jrl.losses.vocabulary import (
     statistics,
 )
 
-__all__ = ["KLDirection", "entropy_from_logits", "kl_from_logits", "logprobs_from_logits"]
+__all__ = [  # noqa: RUF022 - in reading order
+    "KLDirection",
+    "entropy_from_logits",
+    "kl_from_logits",
+    "jsd_from_logits",
+    "logprobs_from_logits",
+]
 
 KLDirection = Literal["policy||reference", "reference||policy"]
 
@@ -193,55 +200,177 @@ def kl_from_logits(
     """
     settings.choice("direction", direction, KLDirection)
     check_shapes(logits=logits, ref_logits=ref_logits)
+    beta = 1.0 if direction == "policy||reference" else 0.0
+    return _between(logits, ref_logits, mask, beta, chunk_size)
+
+
+def jsd_from_logits(
+    logits: Float[ArrayLike, "*batch vocab"],
+    teacher_logits: Float[ArrayLike, "*batch vocab"],
+    mask: Shaped[ArrayLike, "*batch"] | None = None,
+    *,
+    beta: Number = 0.5,
+    chunk_size: SupportsIndex | None = None,
+) -> Float[Array, "*batch"]:
+    """Exact generalised Jensen-Shannon divergence (JSD) of a policy and its teacher, per position.
+
+    With ``p = softmax(logits)``, ``q = softmax(teacher_logits)`` and the mixture
+    ``m = beta q + (1 - beta) p``, in the convention of GKD and TRL:
+
+    | beta | value | its gradient by ``logits[v]`` |
+    |---|---|---|
+    | 0 | ``KL(q || p)``, the forward KL | ``p_v - q_v`` |
+    | between | ``beta KL(q || m) + (1 - beta) K`` | ``(1 - beta) p_v (log p_v/m_v - K)`` |
+    | 1 | ``KL(p || q)``, the reverse KL | ``p_v (log p_v/q_v - KL)`` |
+
+    with ``K = KL(p || m)``.
+
+    The forward KL covers all that the teacher writes, the reverse KL seeks its modes. Between them
+    the divergence is bounded, by ``log 2`` at 0.5. It vanishes in both limits of `beta`: the two
+    KL divergences at 0 and 1 are a convention. No term of the sum is negative, so neither is the
+    result; equal logits give exactly 0, in value and gradient.
+
+    Args:
+      logits: of the policy, for every token of the vocabulary. -inf is a token of probability 0.
+      teacher_logits: of the teacher; no gradient.
+      mask: true where the divergence is needed. Results are 0 elsewhere (gradient stopped). None
+        computes all.
+      beta: weight of the teacher in the mixture, from 0 to 1.
+      chunk_size: as in `entropy_from_logits`; None processes the vocabulary at once.
+
+    Returns:
+      The divergence in nats, with its gradient. It is infinite only at 0 and 1, as `kl_from_logits`
+      is.
+
+    Raises:
+      ValueError: if `beta` is outside of 0 to 1, or `chunk_size` is not positive.
+
+    References:
+      Agarwal et al., "On-policy distillation of language models: learning from self-generated
+      mistakes", 2023, eq. 1. https://arxiv.org/abs/2306.13649
+
+    Examples:
+      >>> left, right = jnp.array([0.0, -jnp.inf]), jnp.array([-jnp.inf, 0.0])
+      >>> round(float(jsd_from_logits(left, right)), 4)
+      0.6931
+    """
+    rule = "is the teacher's weight in the mixture, from 0 (forward KL) to 1 (reverse KL)."
+    beta = settings.static("beta", beta, rule, at_least=0, at_most=1)
+    check_shapes(logits=logits, teacher_logits=teacher_logits)
+    return _between(logits, teacher_logits, mask, float(beta), chunk_size)
+
+
+def _between(
+    logits: Float[ArrayLike, "*batch vocab"],
+    ref_logits: Float[ArrayLike, "*batch vocab"],
+    mask: Shaped[ArrayLike, "*batch"] | None,
+    beta: float,
+    chunk_size: SupportsIndex | None,
+) -> PerRow:
+    """`jsd_from_logits` of checked arrays."""
     chunk_size = checked_chunk_size(chunk_size)
     logits, mask = rows_of_logits(logits, mask)
     ref_logits = jax.lax.stop_gradient(jnp.asarray(ref_logits))
     if jnp.float64 in (logits.dtype, ref_logits.dtype):
         logits, ref_logits = as_floats(logits, ref_logits)
-    return _divergence(chunk_size, direction, logits, ref_logits, mask)
+    return _divergence(chunk_size, beta, logits, ref_logits, mask)
+
+
+class _Entries(NamedTuple):
+    """Some entries of both distributions, p of the policy and q of the reference.
+
+    Attributes:
+      p, q: probabilities.
+      p_possible, q_possible: false for a logit of -inf.
+      over_p, over_q: ``log p/m`` and ``log q/m`` if p or q is possible, m being q at `beta` 1, p
+        at 0, and the mixture between.
+    """
+
+    p: Logits
+    q: Logits
+    p_possible: Array
+    q_possible: Array
+    over_p: Logits
+    over_q: Logits
+
+
+def _entries(
+    beta: float, logits: Logits, ref_logits: Logits, of_policy: Normaliser, of_reference: Normaliser
+) -> _Entries:
+    logits, ref_logits = as_floats(logits, ref_logits)
+    log_p, p_possible = of_policy.logprobs(logits)
+    log_q, q_possible = of_reference.logprobs(ref_logits)
+    p, q = zero_masked(jnp.exp(log_p), p_possible), zero_masked(jnp.exp(log_q), q_possible)
+    over_p, over_q = log_p - log_q, log_q - log_p
+    if 0 < beta < 1:
+        # By the larger of the two, whose ratio to m is bounded. Equal entries give exactly 0.
+        larger = over_p > 0
+        share = jnp.where(larger, beta, 1 - beta)
+        log_m = jnp.log1p(share * jnp.expm1(jnp.where(larger, over_q, over_p)))
+        over_p, over_q = (
+            jnp.where(q_possible, jnp.where(larger, 0, over_p) - log_m, -math.log1p(-beta)),
+            jnp.where(p_possible, jnp.where(larger, over_q, 0) - log_m, -math.log(beta)),
+        )
+    return _Entries(p, q, p_possible, q_possible, over_p, over_q)
+
+
+def _terms(beta: float, entries: _Entries) -> tuple[Logits, Logits]:
+    """Terms of the divergence, and of ``KL(p || m)``."""
+    p, q, p_possible, q_possible, over_p, over_q = entries
+    if beta in (0, 1):
+        one_sided = (q, p, over_q, q_possible, p_possible)
+        if beta == 1:
+            one_sided = (p, q, over_p, p_possible, q_possible)
+        terms = _kl_terms(*one_sided)
+        return terms, terms
+    m, either = beta * q + (1 - beta) * p, p_possible | q_possible
+    of_policy = _kl_terms(p, m, over_p, p_possible, either)
+    return beta * _kl_terms(q, m, over_q, q_possible, either) + (1 - beta) * of_policy, of_policy
+
+
+def _kl_terms(
+    p: Logits, q: Logits, log_ratio: Logits, p_possible: Array, q_possible: Array
+) -> Logits:
+    """``q - p + p log(p / q)`` for each entry, of which none is negative."""
+    # If p and q are close, q - p cancels; if p is far below q, expm1 overflows.
+    close = p * (jnp.expm1(-jnp.maximum(log_ratio, -1)) + log_ratio)
+    terms = jnp.where(log_ratio > -1, close, q - p + p * log_ratio)
+    terms = jnp.where(p_possible, terms, q)
+    return jnp.where((p > 0) & ~q_possible, jnp.inf, terms)
+
+
+def _sums(
+    chunk_size: int | None, beta: float, logits: Logits, ref_logits: Logits, mask: RowMask
+) -> tuple[PerRow, PerRow]:
+    """The divergence, and ``KL(p || m)``. Masked rows have logits of 0 in both, and 0 results."""
+    normalisers = (log_normaliser(chunk_size, x, mask) for x in (logits, ref_logits))
+    of_policy, of_reference = normalisers
+
+    def start(begin: Array, counts: Array) -> tuple[Array, Array]:
+        pieces = (chunk_of(x, mask, begin, counts.size) for x in (logits, ref_logits))
+        terms = _terms(beta, _entries(beta, *pieces, of_policy, of_reference))
+        first, second = (jnp.sum(jnp.where(along(counts, x), x, 0), axis=-1) for x in terms)
+        return first, second
+
+    def add(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
+        return left[0] + right[0], left[1] + right[1]
+
+    return over_chunks(start, add, logits.shape[-1], chunk_size)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _divergence(
-    chunk_size: int | None,
-    direction: KLDirection,
-    logits: Logits,
-    ref_logits: Logits,
-    mask: RowMask,
+    chunk_size: int | None, beta: float, logits: Logits, ref_logits: Logits, mask: RowMask
 ) -> PerRow:
-    first, second = logits, ref_logits
-    if direction == "reference||policy":
-        first, second = second, first
-    of_first = log_normaliser(chunk_size, first, mask)
-    of_second = log_normaliser(chunk_size, second, mask)
-
-    def start(begin: Array, counts: Array) -> Array:
-        first_piece, second_piece = (chunk_of(x, mask, begin, counts.size) for x in (first, second))
-        terms = _terms(first_piece, second_piece, of_first, of_second)
-        return jnp.sum(jnp.where(along(counts, terms), terms, 0), axis=-1)
-
-    # Masked rows have logits of 0 in both, so their divergence is 0.
-    return over_chunks(start, jnp.add, logits.shape[-1], chunk_size)
-
-
-def _terms(first: Logits, second: Logits, of_first: Normaliser, of_second: Normaliser) -> Logits:
-    """``q - p + p log(p / q)`` for each entry, with p the first distribution and q the second."""
-    log_p, p_possible = of_first.logprobs(first)
-    log_q, q_possible = of_second.logprobs(second)
-    p, q = jnp.exp(log_p), zero_masked(jnp.exp(log_q), q_possible)
-    difference = log_p - log_q
-    # If p and q are close, q - p cancels; if p is far below q, expm1 overflows.
-    close = p * (jnp.expm1(-difference) + difference)
-    terms = jnp.where(difference > -1, close, q - p + p * difference)
-    terms = jnp.where(p_possible, terms, q)
-    impossible = p_possible & ~q_possible & (p > 0)
-    return jnp.where(impossible, jnp.inf, terms)
+    return _sums(chunk_size, beta, logits, ref_logits, mask)[0]
 
 
 @_divergence.defjvp
-def _divergence_jvp(chunk_size, direction, primals, tangents):
+def _divergence_jvp(chunk_size, beta, primals, tangents):
     logits, ref_logits, mask = primals
-    divergence = _divergence(chunk_size, direction, logits, ref_logits, mask)
+    divergence = of_policy = _divergence(chunk_size, beta, logits, ref_logits, mask)
+    if 0 < beta < 1:
+        divergence, of_policy = _sums(chunk_size, beta, logits, ref_logits, mask)
     normaliser = log_normaliser(chunk_size, logits, mask)
     of_reference = log_normaliser(chunk_size, ref_logits, mask)
 
@@ -250,17 +379,16 @@ def _divergence_jvp(chunk_size, direction, primals, tangents):
         ref_logits: Array,
         normaliser: Normaliser,
         of_reference: Normaliser,
-        divergence: Array,
+        of_policy: Array,
     ) -> Array:
-        logits, ref_logits = as_floats(logits, ref_logits)
-        log_p, possible = normaliser.logprobs(logits)
-        log_q, q_possible = of_reference.logprobs(ref_logits)
-        p, q = jnp.exp(log_p), zero_masked(jnp.exp(log_q), q_possible)
-        if direction == "reference||policy":
-            return zero_masked(p - q, possible)
-        return zero_masked(p * (log_p - log_q - divergence[..., None]), possible)
+        entries = _entries(beta, logits, ref_logits, normaliser, of_reference)
+        if beta == 0:
+            return zero_masked(entries.p - entries.q, entries.p_possible)
+        weight = 1 if beta == 1 else 1 - beta
+        slopes = weight * entries.p * (entries.over_p - of_policy[..., None])
+        return zero_masked(slopes, entries.p_possible)
 
     change = contracted(
-        slope, tangents[0], mask, logits, ref_logits, normaliser, of_reference, divergence
+        slope, tangents[0], mask, logits, ref_logits, normaliser, of_reference, of_policy
     )
     return divergence, change

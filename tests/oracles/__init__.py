@@ -27,6 +27,12 @@ from oracles.advantages import (
     token_level_group_average,
     whiten,
 )
+from oracles.distillation import (
+    distillation_advantage,
+    extrapolated_advantage,
+    jsd,
+    top_k_divergence,
+)
 from oracles.divergence import (
     entropy,
     entropy_slopes,

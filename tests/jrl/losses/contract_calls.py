@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from vectors.call import Kind
-from vectors.tables import ROWS, advantages
+from vectors.tables import ROWS, advantages, distillation
 
 import jrl
 
@@ -112,4 +112,8 @@ SCALAR["diagnostics"] = together(_SMALL)
 WITH_BOTH = LOSSES | LOSSES_OF_BATCH
 EVERYTHING = PER_TOKEN | PER_BATCH | SCALAR | WITH_BOTH
 # An advantage is a fact: the critic does not learn through its own targets.
-FACTS = {f"{row.function} {special}".strip() for row in advantages.ROWS for special in row.calls}
+FACTS = {
+    f"{row.function} {special}".strip()
+    for row in (*advantages.ROWS, *distillation.ADVANTAGES)
+    for special in row.calls
+}

@@ -59,7 +59,9 @@ def _array(name, parameter, rows, time):
         return full if parameter in ("groups", "truncated") else full.astype(np.float32)
     if parameter == "mask":
         return np.ones((rows, time), bool)
-    if parameter in ("logits", "ref_logits"):
+    if parameter.endswith("top_logprobs"):
+        return -draw.uniform(2.0, 3.0, (rows, time, 5)).astype(np.float32)
+    if parameter.endswith("logits"):
         return np.asarray(draw.normal(size=(rows, time, 5)), np.float32)
     if parameter == "tokens":
         return np.zeros((rows, time), int)

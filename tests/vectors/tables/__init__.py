@@ -3,6 +3,7 @@
 from vectors.tables import (
     advantages,
     diagnostics,
+    distillation,
     divergence,
     mismatch,
     policy,
@@ -17,6 +18,7 @@ ROWS = [
     *policy.ROWS,
     *value.ROWS,
     *divergence.ROWS,
+    *distillation.ROWS,
     *rewards.ROWS,
     *mismatch.ROWS,
     *diagnostics.ROWS,

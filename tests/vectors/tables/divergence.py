@@ -60,7 +60,7 @@ def _numbers(logits):
     return [float(z) for z in logits]
 
 
-def _per_token(mask, shape, one):
+def per_token(mask, shape, one):
     """Values and derivatives of `one(row, time)` where the mask is true, zeros elsewhere."""
     values, slopes = np.zeros(np.shape(mask)), np.zeros(shape)
     for i, times in enumerate(oracles.rows(mask)):
@@ -78,7 +78,7 @@ def _kl_estimate(logprobs, reference_logprobs, mask=None, **settings):
         ]
         values, slopes = zip(*pairs, strict=True)
     else:
-        values, slopes = _per_token(
+        values, slopes = per_token(
             mask,
             np.shape(mask),
             lambda i, t: oracles.kl_clamped_token(
@@ -90,7 +90,7 @@ def _kl_estimate(logprobs, reference_logprobs, mask=None, **settings):
 
 def _logits(name, one):
     def oracle(logits, *rest, chunk_size=None, mask, **settings):
-        values, slopes = _per_token(
+        values, slopes = per_token(
             mask,
             np.shape(logits),
             lambda i, t: one(_numbers(logits[i][t]), *(x[i][t] for x in rest), **settings),

@@ -84,6 +84,18 @@ NUMBERS = [
         "buffer=8 must lie between 0 and ",
     ),
     (
+        lambda: jrl.jsd_from_logits(X, X, beta=1.5),
+        "beta=1.5 is the teacher's weight in the mixture, from 0 (forward KL) to 1 (reverse KL).",
+    ),
+    (
+        lambda: jrl.distillation_advantages(X, X, X, coefficient=-1),
+        "coefficient=-1 is a weight and cannot be negative; 0 is off.",
+    ),
+    (
+        lambda: jrl.extrapolated_distillation_advantages(X, X, X, X, scale=-1),
+        "scale=-1 scales a reward and cannot be negative; 1 imitates the teacher.",
+    ),
+    (
         lambda: jrl.entropy_from_logits(X, chunk_size=0),
         "chunk_size=0 must be at least 1; None is o",
     ),
@@ -149,6 +161,9 @@ SHAPES = [
     (lambda: jrl.kl_estimate(X, SHORT), "logprobs (2, 3), reference_logprobs (2, 1)"),
     (lambda: jrl.kl_estimate(X, X, SHORT), "logprobs (2, 3), mask (2, 1)"),
     (lambda: jrl.kl_from_logits(X, SHORT, ROWS), "logits (2, 3), ref_logits (2, 1)"),
+    (lambda: jrl.jsd_from_logits(X, SHORT), "logits (2, 3), teacher_logits (2, 1)"),
+    (lambda: jrl.distillation_advantages(X, X, X, kl=SHORT), "kl (2, 1), mask (2, 3)"),
+    (lambda: jrl.top_k_divergence(X, SHORT), "top_logprobs (2, 3), teacher_top_logprobs (2, 1)"),
     (lambda: jrl.icepop_weights(X, SHORT), "weights (2, 3), mask (2, 1)"),
     (lambda: jrl.mismatch_statistics(X, SHORT, X), "behaviour_logprobs (2, 1), mask (2, 3)"),
     (lambda: diagnostics.terminal_reach(X, lam=X[0]), "lam has shape (3,)"),
