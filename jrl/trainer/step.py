@@ -36,6 +36,7 @@ from jrl.trainer.async_step import AsyncStep
 from jrl.trainer.learner.learner import Learner
 from jrl.trainer.learner.metrics import Outcome
 from jrl.trainer.learner.networks import Frozen, Networks
+from jrl.trainer.learner.teacher import DivergenceScorer
 from jrl.trainer.learner.update import (
     CriticObjective,
     Network,
@@ -44,7 +45,6 @@ from jrl.trainer.learner.update import (
     statistics_of,
 )
 from jrl.trainer.scoring import (
-    ArgmaxScorer,
     logprobs_and_choices_of,
     logprobs_and_entropy_of,
     logprobs_of,
@@ -258,10 +258,11 @@ def prepare(
     for role, network in networks.frozen.items():
         with timed("timing_s/ref", seconds):
             weights = frozen_weights(networks, state, role)
+            if isinstance(network.scorer, DivergenceScorer):
+                weights = weights, state.policy.weights
             outputs = jax.block_until_ready(_score_frozen(networks, network, weights, batch))
-            batch = replace(batch, logprobs={**batch.logprobs, role: outputs[0]})
-            if isinstance(network.scorer, ArgmaxScorer):
-                batch = replace(batch, argmax={**batch.argmax, role: outputs[1]})
+            for name, output in zip(network.scorer.fields, outputs, strict=False):
+                batch = replace(batch, **{name: {**getattr(batch, name), role: output}})
     if recipe.router_replay == "R3":
         _check_recorded_choices(batch, networks.policy.config)
     # The sampler's own log-probabilities are the old ones by default, which saves a pass.
@@ -295,7 +296,7 @@ def _compute_values(
 
 
 def _score_frozen(
-    networks: Networks, network: Frozen, weights: Transformer[Array], batch: Batch[Array]
+    networks: Networks, network: Frozen, weights: Any, batch: Batch[Array]
 ) -> Sequence[Array]:
     """Outputs of the scorer of a frozen network, which may have a mesh of its own, for the sampled
     tokens."""

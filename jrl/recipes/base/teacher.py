@@ -27,13 +27,15 @@ def add_teacher(
     metrics. A response that the teacher cannot score is removed from the mask.
 
     Args:
-      batch: the whole batch of a step, with old and the teacher's log-probabilities.
+      batch: the whole batch of a step, with old and the teacher's log-probabilities. If it has the
+        divergence from the teacher, that is the baseline.
       mask: tokens of the policy's loss.
     """
     policy, teacher = required(batch.old_logprobs), batch.logprobs[TEACHER]
     finite = jnp.all(jnp.isfinite(teacher) | ~mask, axis=1)
     scored = mask & finite[:, None]
-    term = distillation_advantages(policy, teacher, scored, coefficient=recipe.teacher_coef)
+    kl = batch.kl.get(TEACHER)
+    term = distillation_advantages(policy, teacher, scored, coefficient=recipe.teacher_coef, kl=kl)
     gap = policy - teacher
     metrics = {
         "teacher/gap": Mean.of(gap, scored),
@@ -41,6 +43,8 @@ def add_teacher(
         "teacher/agreement": Mean.of(batch.argmax[TEACHER], scored),
         UNSCORED: Mean.of((~finite).astype(jnp.float32), jnp.any(mask, axis=1)),
     }
+    if kl is not None:
+        metrics["teacher/kl"] = Mean.of(kl, scored)
     return advantages + term, scored, {name: mean.value() for name, mean in metrics.items()}
 
 

@@ -111,7 +111,7 @@ def open_network(role: str, spec: NetworkSpec, tokenizer: Tokenizer) -> NetworkF
         except ValueError as error:
             hint = ""
             if download_command(name) is not None:
-                hint = f" A model of the Hugging Face Hub is downloaded: hf download {name}."
+                hint = f"; a model of the Hugging Face Hub is downloaded first: hf download {name}"
             raise ValueError(
                 f"the weights {name!r} of the {role} are neither a run folder nor a checkpoint: "
                 f"{error}{hint}"

@@ -12,8 +12,17 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from programs import on_mesh
-from small_runs import metrics_of, small_model, small_recipe, small_run, small_setup
+from small_runs import (
+    metrics_of,
+    small_batch,
+    small_model,
+    small_recipe,
+    small_run,
+    small_setup,
+)
+from tiers import full_but
 
+import jrl
 from jrl.config.files import run_of
 from jrl.config.run import RunConfig
 from jrl.recipes import RECIPES, Grpo, NetworkSpec
@@ -33,10 +42,12 @@ from jrl.trainer.evaluation.network_files import (
     notes_on_teacher,
 )
 from jrl.trainer.evaluation.saved_policy import load_model
+from jrl.trainer.learner.learner import weights_of
 from jrl.trainer.setup.fit import fit
 from jrl.trainer.setup.memory import WORKSPACE, memory, run_memory, weight_bytes
 from jrl.trainer.setup.network import network_of
 from jrl.trainer.setup.setup import build_setup
+from jrl.trainer.state import init_weights
 from jrl.trainer.step import _score_frozen, _with_targets
 from moe.architecture.lora import Lora
 from moe.config import Model, preset
@@ -214,6 +225,14 @@ def test_add_teacher_adds_its_signal_to_rows_that_it_scores(rows, terms, metrics
     assert {name: float(found[2][f"teacher/{name}"]) for name in metrics} == pytest.approx(metrics)
 
 
+def test_divergence_is_the_baseline_of_the_term():
+    batch = replace(_scored(-1.0, -8.0, 0.0), kl={"teacher": np.where(MASK, 0.25, np.nan)})
+    advantages, _, metrics = add_teacher(Grpo(teacher="x"), batch, np.zeros(MASK.shape), MASK)
+    np.testing.assert_allclose(advantages[0][MASK[0]], 1.0 + 0.25)
+    np.testing.assert_allclose(advantages[1][MASK[1]], -6.0 + 0.25)
+    assert float(metrics["teacher/kl"]) == 0.25
+
+
 def test_teacher_that_scores_no_row_ends_the_run():
     recipe = RECIPES["opd"](teacher="runs/broken")
     _, _, metrics = add_teacher(recipe, _scored(np.nan, np.nan, 0.0), np.zeros(MASK.shape), MASK)
@@ -345,12 +364,16 @@ def test_memory_counts_weights_and_pass_of_a_large_teacher(with_teacher):
         sizes.append((weights, run_memory(setup).phases["scoring"][WORKSPACE]))
     (small, small_pass), (large, large_pass) = sizes
     assert large > 4 * small and large_pass > 2 * small_pass
+    both = with_teacher(recipe=small_recipe(teacher="runs/a", teacher_baseline="kl"))
+    assert run_memory(both).phases["scoring"][WORKSPACE] == 2 * small_pass
 
 
 def test_teacher_that_does_not_fit_is_refused_with_the_numbers(with_teacher):
     sizes = {"num_layers": 64, "d_model": 1024, "d_expert": 4096}
     setup = with_teacher(small_run(memory_limit=1.0), teacher=sizes)
-    with pytest.raises(ValueError, match=r"teacher [\d.]+ GiB.*are free.*Try a smaller teacher"):
+    with pytest.raises(
+        ValueError, match=r"teacher [\d.]+ GiB.*are free.*Try a smaller --teacher"
+    ):
         fit(setup, setup.recipe)
 
 
@@ -361,4 +384,72 @@ def test_teacher_with_its_own_layout_and_dtype(with_teacher):
     assert teacher.mesh.layout.tp == 2 and teacher.config.dtype == "bfloat16"
     setup = with_teacher(recipe=recipe)
     with pytest.raises(ValueError, match=r"'tp2' of the teacher has 2 devices, and the policy 1"):
+        _ = setup.frozen
+
+
+def _drawn(model, seed):
+    """Weights of a network that has learned nothing, with logits of a trained one."""
+    weights = weights_of(init_weights(model, jax.random.key(seed)), model)
+    return jax.tree.map(lambda x: 3 * x, weights)
+
+
+def _all_logits(weights, batch, setup, config):
+    """Logits of the token after each position, by the network without a scorer."""
+    logits = on_mesh(
+        lambda *inputs: next_token_logits(*inputs, Model(config, setup.mesh))[0][None],
+        setup.mesh,
+        (P(), P(), P()),
+        P(setup.mesh.axes),
+    )
+    return np.asarray(logits(weights, batch.tokens, batch.valid)).reshape(*batch.tokens.shape, -1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "packing"),
+    full_but(
+        [("dp1", False), ("dp1", True), ("dp2", True), ("tp2", False), ("cp2", True)],
+        ("dp1", True),
+    ),
+)
+def test_divergence_from_the_teacher_is_that_of_all_logits(with_teacher, layout, packing):
+    recipe = small_recipe(teacher="runs/a", teacher_baseline="kl", temperature=0.7)
+    wide = {"num_layers": 2, "d_model": 24}
+    plain = with_teacher(recipe=recipe, teacher=wide)
+    batch, teacher = small_batch(plain), plain.frozen["teacher"].config
+    logits = [
+        _all_logits(_drawn(Model(config, plain.mesh), seed), batch, plain, config)
+        for seed, config in enumerate((plain.model, teacher))
+    ]
+    expected = jrl.kl_from_logits(*(x[:, :-1] / 0.7 for x in logits))
+
+    setup = with_teacher(small_run(layout=layout, packing=packing), recipe, wide)
+    policy, network = Model(setup.model, setup.mesh), setup.networks.frozen["teacher"]
+    weights = _drawn(network.model, 1), _drawn(policy, 0)
+    batch = jax.device_put(batch, over_rows(setup.mesh))
+    found = dict(
+        zip(
+            network.scorer.fields,
+            _score_frozen(setup.networks, network, weights, batch),
+            strict=True,
+        )
+    )
+    mask = np.asarray(batch.mask)[:, 1:]
+    # Rounding of float32, of divergences of about a nat.
+    np.testing.assert_allclose(
+        np.asarray(found["kl"])[:, 1:][mask], np.asarray(expected)[mask], rtol=1e-4, atol=1e-5
+    )
+    assert np.asarray(expected)[mask].mean() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("settings", "layout", "message"),
+    [
+        ({"teacher_layout": "tp2"}, "dp2", "has a layout of its own: leave out --teacher-layout"),
+        ({}, "pp2", "runs on a pipeline: choose a layout without pp"),
+    ],
+)
+def test_divergence_that_takes_no_single_pass_is_refused(with_teacher, settings, layout, message):
+    recipe = small_recipe(teacher="runs/a", teacher_baseline="kl", **settings)
+    setup = with_teacher(small_run(layout=layout), recipe, {"num_layers": 2}, num_layers=2)
+    with pytest.raises(ValueError, match=message):
         _ = setup.frozen
