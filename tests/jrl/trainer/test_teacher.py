@@ -8,12 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from programs import on_mesh
 from small_runs import (
+    fresh_weights,
     metrics_of,
+    one_step,
     small_batch,
     small_model,
     small_recipe,
@@ -47,7 +50,7 @@ from jrl.trainer.setup.fit import fit
 from jrl.trainer.setup.memory import WORKSPACE, memory, run_memory, weight_bytes
 from jrl.trainer.setup.network import network_of
 from jrl.trainer.setup.setup import build_setup
-from jrl.trainer.state import init_weights
+from jrl.trainer.state import init_state, init_weights
 from jrl.trainer.step import _score_frozen, _with_targets
 from moe.architecture.lora import Lora
 from moe.config import Model, preset
@@ -83,10 +86,10 @@ def _resumed(folder):
     ("role", "options"),
     [
         ("expert", ["--recipe", "FILE:Beyond"]),
-        ("teacher", ["opd", "--layout", "dp2", "--group-size", "1"]),
+        ("teacher", ["opd", "--layout", "dp2 / ep2", "--model", "tiny", "--group-size", "1"]),
         ("teacher", ["opd", "--layout", "tp2", "--teacher-layout", "dp2", "--lora-rank", "2"]),
         ("teacher", ["opd", "--layout", "pp2", "--teacher-dtype", "bfloat16"]),
-        ("teacher", ["tppo", "--window", "5", "--teacher-coef", "0.5"]),
+        ("teacher", ["tppo", "--window", "5", "--teacher-baseline", "kl"]),
         ("teacher", ["grpo", "--max-staleness", "1", "--packing", "True"]),
     ],
     ids=lambda each: " ".join(each) if isinstance(each, list) else each,
@@ -94,8 +97,9 @@ def _resumed(folder):
 def test_run_with_network_of_another_width_resumes(tmp_path, teacher, role, options):
     (tmp_path / "own.py").write_text(BEYOND)
     options = [word.replace("FILE", f"{tmp_path}/own.py") for word in options]
-    options = [*options, *SIZES[:4], *SIZES[6:], "--model", "tiny-dense", f"--{role}", str(teacher)]
-    options += [] if "--group-size" in options else ["--group-size", "2"]
+    for flag, value in (("--model", "tiny-dense"), ("--group-size", "2")):
+        options += [] if flag in options else [flag, value]
+    options += [*SIZES[:4], *SIZES[6:], f"--{role}", str(teacher)]
     straight = tmp_path / "straight"
     options += ["--checkpoint-every", "1", "--steps", "2", "--run-dir", str(straight)]
     assert main(options) == 0
@@ -371,9 +375,7 @@ def test_memory_counts_weights_and_pass_of_a_large_teacher(with_teacher):
 def test_teacher_that_does_not_fit_is_refused_with_the_numbers(with_teacher):
     sizes = {"num_layers": 64, "d_model": 1024, "d_expert": 4096}
     setup = with_teacher(small_run(memory_limit=1.0), teacher=sizes)
-    with pytest.raises(
-        ValueError, match=r"teacher [\d.]+ GiB.*are free.*Try a smaller --teacher"
-    ):
+    with pytest.raises(ValueError, match=r"teacher [\d.]+ GiB.*are free.*Try a smaller --teacher"):
         fit(setup, setup.recipe)
 
 
@@ -453,3 +455,14 @@ def test_divergence_that_takes_no_single_pass_is_refused(with_teacher, settings,
     setup = with_teacher(small_run(layout=layout), recipe, {"num_layers": 2}, num_layers=2)
     with pytest.raises(ValueError, match=message):
         _ = setup.frozen
+
+
+@pytest.mark.slow
+def test_step_with_a_broken_teacher_ends_in_one_line(with_teacher):
+    setup = with_teacher()
+    network, weights = setup.networks.frozen["teacher"], fresh_weights(setup)
+    broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), _drawn(network.model, 1))
+    key = setup.randomness.key("critic")
+    state = init_state(setup.networks, weights, key, loaded={"teacher": broken})
+    with pytest.raises(TeacherFailed, match="not finite for every response"):
+        one_step(setup, state)
