@@ -1,4 +1,4 @@
-"""On-policy distillation: the student samples, and a teacher says how likely it finds each token.
+"""On-policy distillation: a teacher scores each token that the policy samples.
 
 References:
   Agarwal et al., "On-policy distillation of language models", 2023.

@@ -79,6 +79,8 @@ actor/kl_loss | nats | Mean over tokens of the estimated divergence from the ref
   unweighted.
 teacher/gap | nats | Mean over tokens of the policy's log-probability minus the teacher's, one
   sample of the reverse KL divergence for each token.
+teacher/kl | nats | Mean over tokens of the KL divergence of the teacher's distribution from the
+  policy's, in closed form.
 teacher/far | fraction | Share of tokens that are at least e^5 times less likely under the teacher
   than under the policy, over all tokens.
 teacher/agreement | fraction | Share of tokens that are the teacher's argmax, over all tokens.

@@ -16,7 +16,7 @@ routing, and no result does.
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -154,6 +154,9 @@ class Scorer:
     sampling: Sampling = field(default=Sampling(), kw_only=True)
     packed: PackedSizes | None = field(default=None, kw_only=True)
 
+    fields: ClassVar[tuple[str, ...]] = ("logprobs",)
+    """Fields of a `Batch` that get the first of the `outputs`, by the role of a frozen network."""
+
     @property
     def model(self) -> Model:
         return Model(self.config, self.mesh)
@@ -162,6 +165,11 @@ class Scorer:
     def overlaps(self) -> bool:
         """True if its programs may overlap communication (`sharding.sharded_jit.MeshJit`)."""
         return self.config.execution.overlaps
+
+    @property
+    def weight_specs(self) -> Any:
+        """Shardings of the weights of its passes."""
+        return placement.specs(self.model)
 
     def for_any_routing(self: ScorerT) -> ScorerT:
         """The same with dropless expert buffers, for any routing."""
@@ -205,10 +213,16 @@ class Scorer:
             positions=to_bins(positions_of(batch.valid)),
         )
 
+    def states(
+        self, weights: Transformer[Array], batch: Batch[Array]
+    ) -> tuple[Array, RouterStatistics[Array] | None]:
+        """Last hidden states of packed rows, and the router's sums."""
+        return model.run(weights, self.pack(batch), self.model)
+
     def scores(self, weights: Transformer[Array], x: Array, batch: Batch[Array]) -> Scores:
         """Scores from the last hidden states `x` of packed rows, without `router`."""
         sampling = self.sampling
-        x, tokens, to_rows = self._predicting_states(x, batch)
+        x, tokens, to_rows = self.predicting_states(x, batch)
         # At the base temperature, even if each token has its own: sampler and trainer must agree
         # on the policy, not on the distribution that a token was sampled from.
         logprobs, entropy = logprobs_and_entropy(
@@ -226,7 +240,7 @@ class Scorer:
         """Critic values of the state before each token, from the last hidden states `x` of packed
         rows."""
         # Of the state before the token, so that V does not depend on the action of its advantage.
-        x, _, to_rows = self._predicting_states(x, batch)
+        x, _, to_rows = self.predicting_states(x, batch)
         return to_rows(value_of(critic, x, self.config))
 
     def logprobs_and_argmax(
@@ -234,7 +248,7 @@ class Scorer:
     ) -> tuple[Array, Array]:
         """Log-probabilities, and 1 for each token that is the argmax of its distribution, 0 for the
         others, from the last hidden states `x` of packed rows."""
-        x, tokens, to_rows = self._predicting_states(x, batch)
+        x, tokens, to_rows = self.predicting_states(x, batch)
         # The argmax is that of the full policy, at any temperature.
         temperature = self.sampling.policy_temperature
         logprobs, _ = logprobs_and_entropy(weights, x, tokens, self.model, temperature)
@@ -251,7 +265,7 @@ class Scorer:
         scores = self.scores(weights, x, batch)
         return scores.logprobs, scores.behaviour_logprobs
 
-    def _predicting_states(
+    def predicting_states(
         self, x: Float[Array, "local d_model"], batch: Batch[Array]
     ) -> tuple[
         Float[Array, "shard d_model"],
@@ -387,6 +401,8 @@ class Scorer:
 class ArgmaxScorer(Scorer):
     """Scorer whose passes return log-probabilities, and 1 for the tokens that are the argmax."""
 
+    fields = (*Scorer.fields, "argmax")
+
     def outputs(
         self, weights: Transformer[Array], x: Array, batch: Batch[Array]
     ) -> tuple[Array, ...]:
@@ -462,7 +478,7 @@ def _run_sharded(
     return jax.shard_map(
         local,
         mesh=mesh.mesh,
-        in_specs=(placement.specs(scorer.model), *(rows for _ in inputs)),
+        in_specs=(scorer.weight_specs, *(rows for _ in inputs)),
         out_specs=(rows, PartitionSpec()),
     )(weights, *inputs)
 
@@ -558,7 +574,7 @@ def _score_packed(
     def local(weights, rows, passes):
         # No carry: there is no gradient to sum over micro-batches.
         def score_micro_batch(_, micro_batch):
-            x, router = model.run(weights, scorer.pack(micro_batch), scorer.model)
+            x, router = scorer.states(weights, micro_batch)
             return (), (
                 mark_replicated(scorer.outputs(weights, x, micro_batch), mesh),
                 overflow_of(router, config),
@@ -576,6 +592,6 @@ def _score_packed(
     return jax.shard_map(
         local,
         mesh=mesh.mesh,
-        in_specs=(placement.specs(scorer.model), row_spec, PartitionSpec()),
+        in_specs=(scorer.weight_specs, row_spec, PartitionSpec()),
         out_specs=(row_spec, PartitionSpec()),
     )(weights, rows, passes)

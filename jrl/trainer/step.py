@@ -28,6 +28,7 @@ from jrl.recipes.base.batch import (
 )
 from jrl.recipes.base.mismatch import Corrected, Correction
 from jrl.recipes.base.recipe import POLICY, Recipe
+from jrl.recipes.base.teacher import UNSCORED, add_teacher, check_teacher
 from jrl.rollout.collection.collect import Collected, add_verdicts, collect
 from jrl.rollout.packing import MAX_ROWS_PER_BIN, clear_idle_rows, counts_of, pack_rows, plan
 from jrl.rollout.sampler import Completion, Sampler, correct_of, scores_of, timed
@@ -35,6 +36,7 @@ from jrl.trainer.async_step import AsyncStep
 from jrl.trainer.learner.learner import Learner
 from jrl.trainer.learner.metrics import Outcome
 from jrl.trainer.learner.networks import Frozen, Networks
+from jrl.trainer.learner.teacher import DivergenceScorer
 from jrl.trainer.learner.update import (
     CriticObjective,
     Network,
@@ -43,7 +45,6 @@ from jrl.trainer.learner.update import (
     statistics_of,
 )
 from jrl.trainer.scoring import (
-    ArgmaxScorer,
     logprobs_and_choices_of,
     logprobs_and_entropy_of,
     logprobs_of,
@@ -53,7 +54,6 @@ from jrl.trainer.scoring import (
 )
 from jrl.trainer.state import Randomness, TrainState, frozen_weights
 from jrl.trainer.summary import count_updates, describe, summarise
-from jrl.trainer.teacher import UNSCORED, add_teacher, check_teacher
 from jrl.trainer.token_records import TokenLogConfig, TokenRecord, token_records
 from moe.config import ModelConfig
 from moe.weights import Transformer
@@ -258,10 +258,11 @@ def prepare(
     for role, network in networks.frozen.items():
         with timed("timing_s/ref", seconds):
             weights = frozen_weights(networks, state, role)
+            if isinstance(network.scorer, DivergenceScorer):
+                weights = weights, state.policy.weights
             outputs = jax.block_until_ready(_score_frozen(networks, network, weights, batch))
-            batch = replace(batch, logprobs={**batch.logprobs, role: outputs[0]})
-            if isinstance(network.scorer, ArgmaxScorer):
-                batch = replace(batch, argmax={**batch.argmax, role: outputs[1]})
+            for name, output in zip(network.scorer.fields, outputs, strict=False):
+                batch = replace(batch, **{name: {**getattr(batch, name), role: output}})
     if recipe.router_replay == "R3":
         _check_recorded_choices(batch, networks.policy.config)
     # The sampler's own log-probabilities are the old ones by default, which saves a pass.
@@ -295,7 +296,7 @@ def _compute_values(
 
 
 def _score_frozen(
-    networks: Networks, network: Frozen, weights: Transformer[Array], batch: Batch[Array]
+    networks: Networks, network: Frozen, weights: Any, batch: Batch[Array]
 ) -> Sequence[Array]:
     """Outputs of the scorer of a frozen network, which may have a mesh of its own, for the sampled
     tokens."""
@@ -358,6 +359,9 @@ def targets_of(recipe: Recipe, batch: Batch[Array]) -> Targets[Array]:
     return recipe.targets(batch)
 
 
+add_teacher_term = DeviceJit(add_teacher, static_argnums=0)
+"""Term of the teacher in a step's advantages, `add_teacher`, compiled."""
+
 correct_mismatch = DeviceJit(Correction.correct, static_argnums=0)
 """Mismatch correction of a step's batch, `Correction.correct`, compiled."""
 
@@ -391,7 +395,7 @@ def _with_targets(
         # The critic is trained on completions that are truncated or that a teacher cannot score.
         critic_mask = mask if critic_mask is None else critic_mask
     if recipe.uses_teacher:
-        advantages, mask, teacher_metrics = add_teacher(recipe, batch, advantages, mask)
+        advantages, mask, teacher_metrics = add_teacher_term(recipe, batch, advantages, mask)
     if recipe.overlong_filter:
         mask = overlong_filter(mask, required(batch.truncated))
     correction = Corrected(mask, None, {})

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_host
-from jrl.recipes.base.batch import Batch, required, take_rows
+from jrl.recipes.base.batch import TEACHER, Batch, required, take_rows
 from jrl.rollout.collection.collect import shown_rows
 from jrl.rollout.decoding.slots import ranks
 from jrl.rollout.sampler import Completion
@@ -47,6 +47,7 @@ class TokenRecord:
         NaN for tokens of an earlier step.
       gap: the trainer's log-probability before the step's first update minus the sampler's, nats.
       entropy: entropy of that distribution before the token, nats.
+      teacher: the teacher's log-probability minus the sampler's, nats; None if there is no teacher.
     """
 
     ids: np.ndarray
@@ -55,10 +56,12 @@ class TokenRecord:
     sampler_logprob: np.ndarray
     gap: np.ndarray
     entropy: np.ndarray
+    teacher: np.ndarray | None = None
 
     def record(self, tokenizer: Tokenizer) -> dict[str, object]:
         """JSON object for the field "tokens" of samples.jsonl."""
-        columns = "advantage", "sampler_logprob", "gap", "entropy"
+        columns = ["advantage", "sampler_logprob", "gap", "entropy"]
+        columns += [] if self.teacher is None else ["teacher"]
         return {
             "text": token_texts(tokenizer, self.ids.tolist()),
             "of": self.length,
@@ -97,6 +100,7 @@ def token_records(
         critic_mask=as_sampled.mask,
         old_logprobs=as_sampled.old_logprobs,
         advantages=batch.advantages,
+        logprobs={role: x for role, x in batch.logprobs.items() if role == TEACHER},
         choices=batch.choices,
     )
     rows = take_rows(needed, gathered_rows, mesh)
@@ -114,6 +118,7 @@ def token_records(
         # A group outside of the loss has an empty mask, but all its tokens were sampled.
         was_sampled = was_sampled | ~required(rows.critic_mask)[index].any()
         sampled = np.where(was_sampled, required(rows.old_logprobs)[index, recorded], np.nan)
+        teacher = rows.logprobs.get(TEACHER)
         records[row] = TokenRecord(
             ids=rows.tokens[index, recorded],
             length=length,
@@ -121,6 +126,7 @@ def token_records(
             sampler_logprob=sampled,
             gap=logprobs[index, recorded] - sampled,
             entropy=entropy[index, recorded],
+            teacher=None if teacher is None else teacher[index, recorded] - sampled,
         )
     return records
 

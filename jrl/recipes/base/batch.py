@@ -51,7 +51,9 @@ class Batch(Generic[Leaf]):
       logprobs: ``[batch, time]`` of each frozen network of `Recipe.networks`, by its role, at the
         base temperature, for example ``batch.logprobs["teacher"]``.
       argmax: ``[batch, time]`` 1 for tokens that are the argmax of such a network, 0 for others, by
-        the roles that have `NetworkSpec.argmax`.
+        the roles whose `NetworkSpec.outputs` have it.
+      kl: ``[batch, time]`` KL(policy || network) of each token's distributions in closed form, by
+        the roles whose `NetworkSpec.outputs` have it.
       advantages: ``[batch, time]``.
       returns: ``[batch, time]`` targets of the critic.
       critic_mask: ``[batch, time]`` loss mask of the critic; None if it equals `mask`.
@@ -80,6 +82,7 @@ class Batch(Generic[Leaf]):
     old_values: Leaf | None = None
     logprobs: dict[str, Leaf] = struct.field(default_factory=dict)
     argmax: dict[str, Leaf] = struct.field(default_factory=dict)
+    kl: dict[str, Leaf] = struct.field(default_factory=dict)
     advantages: Leaf | None = None
     returns: Leaf | None = None
     critic_mask: Leaf | None = None

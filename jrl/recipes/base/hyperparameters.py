@@ -151,6 +151,9 @@ class Hyperparameters:
     policy."""
     teacher_coef: float = setting(1.0, minimum=0.0, before=0.0, sft=False)
     """Weight of the teacher's term in the advantages; 0 is no teacher."""
+    teacher_baseline: Literal["none", "kl"] = setting("none", sft=False)
+    """Baseline of the teacher's term: none, or the closed-form KL divergence of each token, which
+    removes variance and takes a pass of the policy."""
     teacher_layout: str | None = setting(None, sft=False)
     """Layout of the teacher on as many devices as the policy, for example tp2; None is the
     policy's."""
@@ -179,8 +182,8 @@ class Hyperparameters:
                 f"group_size={self.group_size} leaves nothing to compare a completion with, and "
                 "dynamic_sampling would drop them all: choose at least 2, or leave it off."
             )
-        for name in ("teacher_layout", "teacher_dtype"):
-            if getattr(self, name) is not None and self.teacher is None:
+        for name in ("teacher_baseline", "teacher_layout", "teacher_dtype"):
+            if getattr(self, name) not in (None, "none") and self.teacher is None:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} changes nothing without a teacher: give "
                     "--teacher, or leave it out."

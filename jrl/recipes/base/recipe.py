@@ -51,14 +51,15 @@ class NetworkSpec:
       layout: layout of a network from a file, on as many devices as the policy, for example "tp2";
         None is the layout of the policy.
       dtype: dtype of a network from a file; None is the run's.
-      argmax: true to mark the tokens that are its argmax, in `Batch.argmax`.
+      outputs: what the trainer computes with it beside log-probabilities: nothing, `Batch.argmax`,
+        or that and `Batch.kl`, which needs the layout of the policy and a pass of the policy too.
     """
 
     weights: str = POLICY
     trained: bool = False
     layout: str | None = None
     dtype: Literal["float32", "bfloat16"] | None = None
-    argmax: bool = False
+    outputs: Literal["logprobs", "argmax", "kl"] = "logprobs"
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,10 @@ class Recipe(Hyperparameters):
             roles[REFERENCE] = NetworkSpec()
         if self.teacher is not None and self.uses_teacher:
             roles[TEACHER] = NetworkSpec(
-                self.teacher, layout=self.teacher_layout, dtype=self.teacher_dtype, argmax=True
+                self.teacher,
+                layout=self.teacher_layout,
+                dtype=self.teacher_dtype,
+                outputs="kl" if self.teacher_baseline == "kl" else "argmax",
             )
         return roles
 

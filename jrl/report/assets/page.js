@@ -297,6 +297,8 @@
     entropy: { word: "entropy, nats", diverging: false, of: (tokens) => tokens.entropy },
     gap: { word: "log-probability, trainer minus sampler, nats", diverging: true,
            of: (tokens) => tokens.gap },
+    teacher: { word: "log-probability, teacher minus sampler, nats", diverging: true,
+               of: (tokens) => tokens.teacher },
   };
   // By step: with the newest first, what a policy does at the end is what is seen first.
   const samples = runs.flatMap((run, r) => run.samples.map((sample) => ({ ...sample, run: r }))).map((sample, at) => ({ ...sample, at })).sort((a, b) => b.step - a.step || a.at - b.at);
@@ -387,7 +389,7 @@
     const shownTokens = el("div", { class: "tokens" }, ...spans);
     const bar = el("div", { class: "bar", id: "colouring" }, el("span", { class: "field" }, "Colour by"));
     if (!values[browser.colour]) browser.colour = "none";
-    buttons(bar, [["none", "nothing"], ["advantage", "advantage", !values.advantage], ["entropy", "entropy", !values.entropy], ["gap", "gap to the sampler", !values.gap]], browser.colour, paint);
+    buttons(bar, [["none", "nothing"], ["advantage", "advantage", !values.advantage], ["entropy", "entropy", !values.entropy], ["gap", "gap to the sampler", !values.gap], ...(values.teacher ? [["teacher", "gap to the teacher"]] : [])], browser.colour, paint);
     const cut = tokens.of > tokens.text.length ? el("p", { class: "note" }, `The first ${number(tokens.text.length)} of ${number(tokens.of)} tokens were kept with their numbers.`) : null;
     paint(browser.colour);
     return [bar, scale, shownTokens, about, cut];

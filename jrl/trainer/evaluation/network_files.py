@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,7 @@ class NetworkFile:
         return load_model(folder, adapted, masters=True, step=record["step"])[0]
 
 
+@lru_cache(maxsize=16)  # for the sizes and layouts that a run is tried on
 def open_network(role: str, spec: NetworkSpec, tokenizer: Tokenizer) -> NetworkFile:
     """Reads the network config of a run folder or checkpoint.
 
@@ -107,14 +109,12 @@ def open_network(role: str, spec: NetworkSpec, tokenizer: Tokenizer) -> NetworkF
         try:
             folder = RunFolder.read(name)
         except ValueError as error:
-            if (download := download_command(name)) is not None:
-                raise ValueError(
-                    f"the {role} {name!r} is not on this machine. A model of the Hugging Face Hub "
-                    f"is downloaded first: {download}"
-                ) from error
+            hint = ""
+            if download_command(name) is not None:
+                hint = f"; a model of the Hugging Face Hub is downloaded first: hf download {name}"
             raise ValueError(
                 f"the weights {name!r} of the {role} are neither a run folder nor a checkpoint: "
-                f"{error}"
+                f"{error}{hint}"
             ) from error
         run, network_tokenizer = run_of(folder), load_tokenizer(folder.tokenizer_path)
         model = read_model_config(folder) or preset(run.model, network_tokenizer.vocab_size)

@@ -9,6 +9,7 @@ from typing import Any
 from jrl.checks import flag
 from jrl.config.run import RunConfig
 from jrl.processes.agreement import gather
+from jrl.recipes.base.batch import TEACHER
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.device_memory import free_memory
 from jrl.rollout.settings import RolloutSettings
@@ -24,6 +25,7 @@ LOGITS_FRACTION = 0.75
 """Fraction of the free memory up to which all logits are taken at once. XLA computes values again
 if a program needs more than 76% of the device: beyond it an update computed all logits four
 times."""
+TEACHER_FLAGS = "a smaller --teacher, --teacher-dtype bfloat16"
 OTHER_FLAGS = "--remat full, --dtype bfloat16, --lora-rank, fewer --prompts or more devices"
 
 
@@ -249,9 +251,9 @@ def _refusal(setup: Setup, recipe: Recipe, needed: RunMemory, free: int) -> str:
     if chosen and memory.peak <= free:
         return f"{text}{_flags(chosen)} would do, with {_size(memory.peak)}."
     least = f" (least with smaller sizes: {_size(memory.peak)})" if chosen else ""
-    loaded = [role for role, each in setup.frozen.items() if each.from_file]
-    smaller = f"a smaller {' and '.join(loaded)}, " if loaded else ""
-    return f"{text}Try {smaller}{OTHER_FLAGS}{least}."
+    has_teacher = TEACHER in setup.network_files
+    flags = f"{TEACHER_FLAGS}, {OTHER_FLAGS}" if has_teacher else OTHER_FLAGS
+    return f"{text}Try {flags}{least}."
 
 
 def _flags(sizes: Mapping[str, int]) -> str:

@@ -38,6 +38,11 @@ class Geometry:
     rollout_micro_batches: int = 1
 
     @property
+    def row_length(self) -> int:
+        """Tokens of a row: prompt and response."""
+        return self.prompt_length + self.response_length
+
+    @property
     def num_micro_batches(self) -> int:
         """Micro-batches of a mini-batch on each device."""
         return self.recipe.mini_batch_size // self.recipe.micro_batch_size

@@ -16,6 +16,7 @@ from jrl.rollout.decoding.mesh_backend import unstack
 from jrl.rollout.device_memory import device_memory, local_devices
 from jrl.rollout.packing import bin_length
 from jrl.trainer.learner.learner import abstract_state, keeps_masters
+from jrl.trainer.learner.teacher import DivergenceScorer
 from jrl.trainer.scoring import num_micro_batches
 from jrl.trainer.setup.geometry import MAX_SLOTS, Geometry
 from jrl.trainer.setup.plan_inputs import planner_args
@@ -228,7 +229,11 @@ def run_memory(setup: Setup) -> RunMemory:
     if "scoring" in forward:
         scored = Model(setup.model, mesh), *(each.model for each in setup.frozen.values())
         passes = [_scoring_bytes(setup, each, forward["scoring"]) for each in scored]
-        phases["scoring"] = gathered | max(passes, key=lambda buffers: sum(buffers.values()))
+        largest = max(passes, key=lambda buffers: sum(buffers.values()))
+        if any(isinstance(each.scorer, DivergenceScorer) for each in setup.frozen.values()):
+            # One pass of both.
+            largest = {name: sum(each[name] for each in passes) for name in largest}
+        phases["scoring"] = gathered | largest
     if "warm start" in forward:
         warm_start = replace(setup, model=setup.model.without_adapters())
         imitator = Model(warm_start.model, mesh)
@@ -263,7 +268,7 @@ def _update_bytes(setup: Setup, rows: int, shares_prompts: bool = True) -> dict[
     local_rows = -(-rows // setup.mesh.size(setup.mesh.dp))
     if setup.networks.packs and shares_prompts:
         local_rows = geometry.bins
-        tokens = local_rows * bin_length(_total_length(geometry), setup.mesh)
+        tokens = local_rows * bin_length(geometry.row_length, setup.mesh)
         tokens //= setup.mesh.size(setup.mesh.sequence)
     else:
         tokens = _pass_tokens(geometry, local_rows, shares_prompts)
@@ -280,10 +285,6 @@ def _update_bytes(setup: Setup, rows: int, shares_prompts: bool = True) -> dict[
         ACTIVATIONS: round(layers.activations),
         WORKSPACE: round(gathered + max(layers.working + head, sent)),
     }
-
-
-def _total_length(geometry: Geometry) -> int:
-    return geometry.prompt_length + geometry.response_length
 
 
 def _pass_tokens(geometry: Geometry, local_rows: int, shares_prompts: bool = True) -> int:

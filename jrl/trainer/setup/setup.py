@@ -54,6 +54,7 @@ from jrl.trainer.evaluation.network_files import (
     starts_from,
 )
 from jrl.trainer.learner.networks import Frozen, Networks, PoolSpec
+from jrl.trainer.learner.teacher import DivergenceScorer, check_divergence
 from jrl.trainer.learner.update import CriticObjective, Network, PolicyObjective
 from jrl.trainer.scoring import ArgmaxScorer, PromptLayout, Scorer
 from jrl.trainer.setup.chat_rows import ChatRows, chat_rows, sampled_lengths
@@ -236,7 +237,7 @@ class Setup:
             records_choices=self.recipe.router_replay == "R3",
         )
 
-    @cached_property
+    @property
     def named_files(self) -> dict[str, NetworkFile]:
         """Files that the recipe names for its networks, by role."""
         return {
@@ -299,8 +300,14 @@ class Setup:
                 )
         # Of the whole policy at its temperature, whatever the sampler leaves out.
         sampling = Sampling(sampling_of(self.recipe).policy_temperature)
-        kind = ArgmaxScorer if spec.argmax else Scorer
-        scorer = kind(config, geometry.mesh, geometry.prompt_layout, sampling=sampling)
+        passed = config, geometry.mesh, geometry.prompt_layout
+        if spec.outputs == "kl":
+            check_divergence(role, Model(config, geometry.mesh), Model(self.model, self.mesh))
+            scorer = DivergenceScorer(*passed, sampling=sampling, policy=self.model)
+            scorer = scorer.for_any_routing()  # of both networks in one pass
+        else:
+            kind = ArgmaxScorer if spec.outputs == "argmax" else Scorer
+            scorer = kind(*passed, sampling=sampling)
         return Frozen(scorer, geometry.bins, from_file=file is not None)
 
     @property

@@ -8,16 +8,29 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from programs import on_mesh
-from small_runs import metrics_of
+from small_runs import (
+    fresh_weights,
+    metrics_of,
+    one_step,
+    small_batch,
+    small_model,
+    small_recipe,
+    small_run,
+    small_setup,
+)
+from tiers import full_but
 
+import jrl
 from jrl.config.files import run_of
 from jrl.config.run import RunConfig
 from jrl.recipes import RECIPES, Grpo, NetworkSpec
 from jrl.recipes.base.batch import Batch, over_rows
+from jrl.recipes.base.teacher import TeacherFailed, add_teacher, check_teacher
 from jrl.recipes.load import load_recipe
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
@@ -32,10 +45,14 @@ from jrl.trainer.evaluation.network_files import (
     notes_on_teacher,
 )
 from jrl.trainer.evaluation.saved_policy import load_model
+from jrl.trainer.learner.learner import weights_of
+from jrl.trainer.setup.fit import fit
+from jrl.trainer.setup.memory import WORKSPACE, memory, run_memory, weight_bytes
 from jrl.trainer.setup.network import network_of
 from jrl.trainer.setup.setup import build_setup
+from jrl.trainer.state import init_state, init_weights
 from jrl.trainer.step import _score_frozen, _with_targets
-from jrl.trainer.teacher import TeacherFailed, add_teacher, check_teacher
+from moe.architecture.lora import Lora
 from moe.config import Model, preset
 from moe.model import next_token_logits
 
@@ -69,10 +86,10 @@ def _resumed(folder):
     ("role", "options"),
     [
         ("expert", ["--recipe", "FILE:Beyond"]),
-        ("teacher", ["opd", "--layout", "dp2", "--group-size", "1"]),
+        ("teacher", ["opd", "--layout", "dp2 / ep2", "--model", "tiny", "--group-size", "1"]),
         ("teacher", ["opd", "--layout", "tp2", "--teacher-layout", "dp2", "--lora-rank", "2"]),
         ("teacher", ["opd", "--layout", "pp2", "--teacher-dtype", "bfloat16"]),
-        ("teacher", ["tppo", "--window", "5", "--teacher-coef", "0.5"]),
+        ("teacher", ["tppo", "--window", "5", "--teacher-baseline", "kl"]),
         ("teacher", ["grpo", "--max-staleness", "1", "--packing", "True"]),
     ],
     ids=lambda each: " ".join(each) if isinstance(each, list) else each,
@@ -80,8 +97,9 @@ def _resumed(folder):
 def test_run_with_network_of_another_width_resumes(tmp_path, teacher, role, options):
     (tmp_path / "own.py").write_text(BEYOND)
     options = [word.replace("FILE", f"{tmp_path}/own.py") for word in options]
-    options = [*options, *SIZES[:4], *SIZES[6:], "--model", "tiny-dense", f"--{role}", str(teacher)]
-    options += [] if "--group-size" in options else ["--group-size", "2"]
+    for flag, value in (("--model", "tiny-dense"), ("--group-size", "2")):
+        options += [] if flag in options else [flag, value]
+    options += [*SIZES[:4], *SIZES[6:], f"--{role}", str(teacher)]
     straight = tmp_path / "straight"
     options += ["--checkpoint-every", "1", "--steps", "2", "--run-dir", str(straight)]
     assert main(options) == 0
@@ -211,6 +229,14 @@ def test_add_teacher_adds_its_signal_to_rows_that_it_scores(rows, terms, metrics
     assert {name: float(found[2][f"teacher/{name}"]) for name in metrics} == pytest.approx(metrics)
 
 
+def test_divergence_is_the_baseline_of_the_term():
+    batch = replace(_scored(-1.0, -8.0, 0.0), kl={"teacher": np.where(MASK, 0.25, np.nan)})
+    advantages, _, metrics = add_teacher(Grpo(teacher="x"), batch, np.zeros(MASK.shape), MASK)
+    np.testing.assert_allclose(advantages[0][MASK[0]], 1.0 + 0.25)
+    np.testing.assert_allclose(advantages[1][MASK[1]], -6.0 + 0.25)
+    assert float(metrics["teacher/kl"]) == 0.25
+
+
 def test_teacher_that_scores_no_row_ends_the_run():
     recipe = RECIPES["opd"](teacher="runs/broken")
     _, _, metrics = add_teacher(recipe, _scored(np.nan, np.nan, 0.0), np.zeros(MASK.shape), MASK)
@@ -302,3 +328,141 @@ def test_recipe_that_defines_a_teacher_of_its_own_is_refused(tmp_path):
         kind()
     # As in a run folder that was written before.
     assert "teacher" not in kind(teacher_coef=0.0).networks
+
+
+@pytest.fixture
+def with_teacher(monkeypatch):
+    """Small run whose recipe names the run folder runs/a as its teacher."""
+
+    def setup_of(run=None, recipe=None, teacher=None, **changes):
+        recipe = small_recipe(teacher="runs/a") if recipe is None else recipe
+        setup = small_setup(recipe, small_run() if run is None else run)
+        model = small_model(setup.tokenizer.vocab_size, **({} if teacher is None else teacher))
+        file = NetworkFile(Path("runs/a").absolute(), model, is_run=True)
+        monkeypatch.setattr("jrl.trainer.setup.setup.open_network", lambda *_: file)
+        return replace(setup, model=replace(setup.model, **changes))
+
+    return setup_of
+
+
+def test_teacher_is_the_base_of_adapters_without_a_second_copy(with_teacher):
+    run, lora = small_run(weights="runs/a", lora_rank=2), Lora(2, 4.0, ("attention",))
+    setup = with_teacher(run, lora=lora)
+    assert setup.network_files == {} and "teacher" not in memory(setup)
+    assert setup.frozen["teacher"].config == setup.model.without_adapters()
+    # A copy of its own: without adapters, in another dtype, of another run.
+    for other in (
+        with_teacher(run),
+        with_teacher(run, small_recipe(teacher="runs/a", teacher_dtype="bfloat16"), lora=lora),
+        with_teacher(small_run(weights="runs/b", lora_rank=2), lora=lora),
+    ):
+        assert list(other.network_files) == ["teacher"] and memory(other)["teacher"] > 0
+
+
+def test_memory_counts_weights_and_pass_of_a_large_teacher(with_teacher):
+    sizes = []
+    for teacher in ({}, {"num_layers": 4, "d_model": 80}):
+        setup = with_teacher(teacher=teacher)
+        weights = memory(setup)["teacher"]
+        assert weights == weight_bytes(setup.frozen["teacher"].model)
+        sizes.append((weights, run_memory(setup).phases["scoring"][WORKSPACE]))
+    (small, small_pass), (large, large_pass) = sizes
+    assert large > 4 * small and large_pass > 2 * small_pass
+    both = with_teacher(recipe=small_recipe(teacher="runs/a", teacher_baseline="kl"))
+    assert run_memory(both).phases["scoring"][WORKSPACE] == 2 * small_pass
+
+
+def test_teacher_that_does_not_fit_is_refused_with_the_numbers(with_teacher):
+    sizes = {"num_layers": 64, "d_model": 1024, "d_expert": 4096}
+    setup = with_teacher(small_run(memory_limit=1.0), teacher=sizes)
+    with pytest.raises(ValueError, match=r"teacher [\d.]+ GiB.*are free.*Try a smaller --teacher"):
+        fit(setup, setup.recipe)
+
+
+def test_teacher_with_its_own_layout_and_dtype(with_teacher):
+    recipe = small_recipe(teacher="runs/a", teacher_layout="tp2", teacher_dtype="bfloat16")
+    setup = with_teacher(small_run(layout="dp2"), recipe)
+    teacher = setup.frozen["teacher"]
+    assert teacher.mesh.layout.tp == 2 and teacher.config.dtype == "bfloat16"
+    setup = with_teacher(recipe=recipe)
+    with pytest.raises(ValueError, match=r"'tp2' of the teacher has 2 devices, and the policy 1"):
+        _ = setup.frozen
+
+
+def _drawn(model, seed):
+    """Weights of a network that has learned nothing, with logits of a trained one."""
+    weights = weights_of(init_weights(model, jax.random.key(seed)), model)
+    return jax.tree.map(lambda x: 3 * x, weights)
+
+
+def _all_logits(weights, batch, setup, config):
+    """Logits of the token after each position, by the network without a scorer."""
+    logits = on_mesh(
+        lambda *inputs: next_token_logits(*inputs, Model(config, setup.mesh))[0][None],
+        setup.mesh,
+        (P(), P(), P()),
+        P(setup.mesh.axes),
+    )
+    return np.asarray(logits(weights, batch.tokens, batch.valid)).reshape(*batch.tokens.shape, -1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "packing"),
+    full_but(
+        [("dp1", False), ("dp1", True), ("dp2", True), ("tp2", False), ("cp2", True)],
+        ("dp1", True),
+    ),
+)
+def test_divergence_from_the_teacher_is_that_of_all_logits(with_teacher, layout, packing):
+    recipe = small_recipe(teacher="runs/a", teacher_baseline="kl", temperature=0.7)
+    wide = {"num_layers": 2, "d_model": 24}
+    plain = with_teacher(recipe=recipe, teacher=wide)
+    batch, teacher = small_batch(plain), plain.frozen["teacher"].config
+    logits = [
+        _all_logits(_drawn(Model(config, plain.mesh), seed), batch, plain, config)
+        for seed, config in enumerate((plain.model, teacher))
+    ]
+    expected = jrl.kl_from_logits(*(x[:, :-1] / 0.7 for x in logits))
+
+    setup = with_teacher(small_run(layout=layout, packing=packing), recipe, wide)
+    policy, network = Model(setup.model, setup.mesh), setup.networks.frozen["teacher"]
+    weights = _drawn(network.model, 1), _drawn(policy, 0)
+    batch = jax.device_put(batch, over_rows(setup.mesh))
+    found = dict(
+        zip(
+            network.scorer.fields,
+            _score_frozen(setup.networks, network, weights, batch),
+            strict=True,
+        )
+    )
+    mask = np.asarray(batch.mask)[:, 1:]
+    # Rounding of float32, of divergences of about a nat.
+    np.testing.assert_allclose(
+        np.asarray(found["kl"])[:, 1:][mask], np.asarray(expected)[mask], rtol=1e-4, atol=1e-5
+    )
+    assert np.asarray(expected)[mask].mean() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("settings", "layout", "message"),
+    [
+        ({"teacher_layout": "tp2"}, "dp2", "has a layout of its own: leave out --teacher-layout"),
+        ({}, "pp2", "runs on a pipeline: choose a layout without pp"),
+    ],
+)
+def test_divergence_that_takes_no_single_pass_is_refused(with_teacher, settings, layout, message):
+    recipe = small_recipe(teacher="runs/a", teacher_baseline="kl", **settings)
+    setup = with_teacher(small_run(layout=layout), recipe, {"num_layers": 2}, num_layers=2)
+    with pytest.raises(ValueError, match=message):
+        _ = setup.frozen
+
+
+@pytest.mark.slow
+def test_step_with_a_broken_teacher_ends_in_one_line(with_teacher):
+    setup = with_teacher()
+    network, weights = setup.networks.frozen["teacher"], fresh_weights(setup)
+    broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), _drawn(network.model, 1))
+    key = setup.randomness.key("critic")
+    state = init_state(setup.networks, weights, key, loaded={"teacher": broken})
+    with pytest.raises(TeacherFailed, match="not finite for every response"):
+        one_step(setup, state)

@@ -1,14 +1,11 @@
 """Term of a teacher in the advantages of a step (on-policy distillation)."""
 
-from functools import partial
-
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jrl.losses import Mean, distillation_advantages
 from jrl.recipes.base.batch import TEACHER, Batch, required
-from jrl.recipes.base.recipe import Recipe
-from sharding.sharded_jit import DeviceJit
+from jrl.recipes.base.hyperparameters import Hyperparameters
 
 FAR = 5.0
 """Nats by which a token that is far from the teacher is less likely under it."""
@@ -20,9 +17,8 @@ class TeacherFailed(RuntimeError):
     """Raised when a teacher gives no finite log-probabilities for a whole step."""
 
 
-@partial(DeviceJit, static_argnums=0)
 def add_teacher(
-    recipe: Recipe,
+    recipe: Hyperparameters,
     batch: Batch[Array],
     advantages: Float[Array, "batch time"],
     mask: Bool[Array, "batch time"],
@@ -31,13 +27,15 @@ def add_teacher(
     metrics. A response that the teacher cannot score is removed from the mask.
 
     Args:
-      batch: the whole batch of a step, with old and the teacher's log-probabilities.
+      batch: the whole batch of a step, with old and the teacher's log-probabilities. If it has the
+        divergence from the teacher, that is the baseline.
       mask: tokens of the policy's loss.
     """
     policy, teacher = required(batch.old_logprobs), batch.logprobs[TEACHER]
     finite = jnp.all(jnp.isfinite(teacher) | ~mask, axis=1)
     scored = mask & finite[:, None]
-    term = distillation_advantages(policy, teacher, scored, coefficient=recipe.teacher_coef)
+    kl = batch.kl.get(TEACHER)
+    term = distillation_advantages(policy, teacher, scored, coefficient=recipe.teacher_coef, kl=kl)
     gap = policy - teacher
     metrics = {
         "teacher/gap": Mean.of(gap, scored),
@@ -45,10 +43,12 @@ def add_teacher(
         "teacher/agreement": Mean.of(batch.argmax[TEACHER], scored),
         UNSCORED: Mean.of((~finite).astype(jnp.float32), jnp.any(mask, axis=1)),
     }
+    if kl is not None:
+        metrics["teacher/kl"] = Mean.of(kl, scored)
     return advantages + term, scored, {name: mean.value() for name, mean in metrics.items()}
 
 
-def check_teacher(recipe: Recipe, unscored: float) -> None:
+def check_teacher(recipe: Hyperparameters, unscored: float) -> None:
     """Raises TeacherFailed if the teacher could score no response of a step.
 
     Args:
