@@ -70,7 +70,8 @@ def divergence(
       teacher_temperature: of the teacher; None takes the policy's.
 
     Returns:
-      The divergence of each token, nats, float32.
+      The divergence of each token, nats, float32. If a teacher's state is NaN, so is it, and a loss
+      that leaves the token out has a finite gradient.
 
     Raises:
       ValueError: a network is a critic, or `beta` is outside of 0 to 1.
@@ -255,7 +256,8 @@ def _backward(pair, beta, residuals, gradient):
             slope = p * (log_p - log_q - of_policy)
         else:
             slope = (1 - beta) * p * (_over_mixture(log_p, log_q, beta)[0] - of_policy)
-        return chunks[0], slope * gradient
+        # A token that the loss leaves out may have a teacher of NaN.
+        return chunks[0], jnp.where(gradient == 0, 0, slope * gradient)
 
     return fold_gradients(step, policy, pair.chunking), None
 
