@@ -176,7 +176,7 @@ def reshard(weights: Transformer[Array], model: Model, target: FoldedMesh) -> Tr
         moved = _resharding(model, target)(leaves, structure)
         return jax.tree.unflatten(jax.tree.structure(without_adapters(weights)), moved)
     in_order, config = _merged_in_layer_order(weights, model)
-    target_shardings = placement.shardings(Model(_without_fsdp(config), target))
+    target_shardings = placement.shardings(Model(without_fsdp(config), target))
     # Blocks: updates donate the buffers that are being read.
     return jax.block_until_ready(jax.device_put(in_order, target_shardings))
 
@@ -198,7 +198,7 @@ def _resharding(model: Model, target: FoldedMesh) -> Callable[[list[Array], Any]
     """Compiled function that reshards all weights by XLA's collectives between the devices; if the
     model has adapters, they are merged."""
     config = model.config
-    rollout_config = _without_fsdp(config.without_adapters())
+    rollout_config = without_fsdp(config.without_adapters())
     shardings = jax.tree.leaves(placement.shardings(Model(rollout_config, target)))
 
     def move(leaves: list[Array], structure: Any) -> list[Array]:
@@ -211,6 +211,6 @@ def _resharding(model: Model, target: FoldedMesh) -> Callable[[list[Array], Any]
     return jit_onto(move, shardings, static_argnums=1)
 
 
-def _without_fsdp(config: ModelConfig) -> ModelConfig:
+def without_fsdp(config: ModelConfig) -> ModelConfig:
     """Config of the rollout without FSDP: every decoding step reads all weights."""
     return replace(config, execution=replace(config.execution, fsdp=False))

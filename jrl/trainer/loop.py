@@ -51,6 +51,7 @@ from jrl.runs import provenance
 from jrl.runs.checkpoints import Checkpoints, CheckpointSchedule
 from jrl.runs.folder import RunFolder
 from jrl.runs.loggers import Logger
+from jrl.trainer.ahead import compile_ahead
 from jrl.trainer.evaluation.evaluate import heldout_examples, heldout_metrics
 from jrl.trainer.evaluation.network_files import load_network_files
 from jrl.trainer.learner.learner import Learner
@@ -160,6 +161,9 @@ def train(
             Checkpoints(folder.checkpoints_path, run.keep_checkpoints)
         )
         state, files = _restored_state(setup, folder, checkpoints)
+        begins = state is None
+        imitates = begins and weights is None and run.warm_start_steps > 0
+        stack.enter_context(compile_ahead(setup, sampler, imitates, begins))
         if state is not None:
             resources.resume(folder.metrics_path)
         else:

@@ -58,7 +58,7 @@ from jrl.rollout.decoding.slots import (
     with_cache_length,
 )
 from jrl.rollout.decoding.split_backend import SplitBackend
-from jrl.rollout.sampling import Sampling, stack_sampling
+from jrl.rollout.sampling import Sampling, compiled_sampling, stack_sampling
 from moe.cache import KEY_COLUMN, cache_columns
 from moe.implementations import check_decode_kernel
 from moe.weights import Transformer
@@ -161,6 +161,12 @@ class Engine:
         if self._row_widths:
             return row_sizes(self._row_widths, per_rank, most_tokens)
         return unpacked_row_sizes(self.max_length, self._unit, per_rank, most_tokens)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if one mesh decodes, each prompt has a row and the cache has a fixed length."""
+        is_fixed = not (self._row_widths or self._policy.resizes_cache)
+        return is_fixed and isinstance(self.backend, MeshBackend)
 
     @property
     def num_idle(self) -> int:
@@ -372,12 +378,12 @@ class Engine:
 
     def _admit_unpacked(self, plan: AdmissionPlan) -> tuple[SlotPool[Array], bool]:
         """Admits prompts that each have a row of their own, or are copies of other slots."""
-        ranks, per_rank = self.ranks, self.scheduler.per_rank
+        ranks = self.ranks
         if self._policy.resizes_cache and not any(plan.runs):
             # Copies of whole rows, so that no function is compiled per length.
             width, num_rows = max(self._cache_length, self._cache_size(plan.width)), 0
         else:
-            width, num_rows = plan_unpacked_rows(plan, self.max_length, self._unit, per_rank)
+            width, num_rows = self.row_shape(plan)
         tokens = np.full((ranks, num_rows, width), self.decoder.pad_id, np.int32)
         lengths = np.zeros((ranks, num_rows), np.int32)
         for rank, runs in enumerate(plan.runs):
@@ -388,6 +394,10 @@ class Engine:
             (tokens.reshape(-1, width), lengths.reshape(-1), admission)
         )
         return self.backend.admit(pool, tokens, lengths, admission, *self._sampler())
+
+    def row_shape(self, plan: AdmissionPlan) -> tuple[int, int]:
+        """Width and number of the prefill rows of a rank if each prompt has a row of its own."""
+        return plan_unpacked_rows(plan, self.max_length, self._unit, self.scheduler.per_rank)
 
     def _admit_packed(self, plan: AdmissionPlan) -> tuple[SlotPool[Array], bool]:
         """Admits prompts that share rows."""
@@ -426,12 +436,7 @@ class Engine:
         the mask of live slots. `sizes` are the sizes of `step_sizes` that a step may have."""
         scheduler = self.scheduler
         lengths, limits = scheduler.lengths[running_slots], self._limits[running_slots]
-        if self._policy.resizes_cache or scheduler.waiting:
-            # The whole window: the scheduler runs again after a few steps, when some rows have
-            # ended, and copying a part of the cache for so few costs more than it saves.
-            end = length_after(lengths, limits, max_tokens)
-        else:
-            max_tokens, end = plan_window(lengths, limits, max_tokens, self.max_length)
+        max_tokens, end = self.plan_steps(lengths, limits, max_tokens, bool(scheduler.waiting))
         if not max_tokens:
             return self._read_rows()
         pool, cache_length = self._resize_cache(end)
@@ -447,6 +452,16 @@ class Engine:
         self.usage.slot_steps += int(steps) * num_active
         self.usage.row_steps += int(row_steps)
         return is_live
+
+    def plan_steps(
+        self, lengths: np.ndarray, limits: np.ndarray, max_tokens: int, are_waiting: bool
+    ) -> tuple[int, int]:
+        """Tokens to decode in rows, at most `max_tokens`, and the length of the longest after."""
+        if self._policy.resizes_cache or are_waiting:
+            # The whole window: the scheduler runs again after a few steps, when some rows have
+            # ended, and copying a part of the cache for so few costs more than it saves.
+            return max_tokens, length_after(lengths, limits, max_tokens)
+        return plan_window(lengths, limits, max_tokens, self.max_length)
 
     def _read_rows(self) -> np.ndarray:
         """Reads the lengths of all rows; returns the mask of live slots."""
@@ -541,28 +556,28 @@ class Engine:
 
     def _sampler(self) -> tuple[Sampling, SamplerState]:
         """Static parameters of the samplers in compiled functions, and their arrays."""
-        sampling = self._sampling
-        # Greedy decoding shares the functions of `Sampling()`: it differs in an argument only
-        # (`SamplerState.greedy`). Functions of per-request parameters have no other static ones.
-        compiled = Sampling() if sampling is None or sampling.greedy else sampling
         if self._sampler_state is None:
-            entropy = greedy = None
-            if sampling is not None and compiled == Sampling():
-                greedy = np.bool_(sampling.greedy)
-            elif compiled.adaptive is not None:
-                entropy = EntropyStatistics.neutral() if self._entropy is None else self._entropy
-            version, entropy, greedy = self._replicate(
-                (np.int32(self._version), to_host(entropy), greedy)
-            )
-            rows = None
-            if sampling is None:
-                running = self.scheduler.running
-                parameters = {slot: request.sampling for slot, request in running.items()}
-                vocab_size = self.decoder.config.vocab_size
-                stacked = stack_sampling(parameters, self.slots, vocab_size)
-                rows = self._shard_over_slots(stacked)
-            self._sampler_state = SamplerState(self._key, version, entropy, rows, greedy)
-        return compiled, self._sampler_state
+            self._sampler_state = self.new_sampler_state(self._sampling)
+        return compiled_sampling(self._sampling), self._sampler_state
+
+    def new_sampler_state(self, sampling: Sampling | None) -> SamplerState:
+        """Arrays of the samplers in compiled functions."""
+        compiled, entropy, greedy = compiled_sampling(sampling), None, None
+        if sampling is not None and compiled == Sampling():
+            greedy = np.bool_(sampling.greedy)
+        elif compiled.adaptive is not None:
+            entropy = EntropyStatistics.neutral() if self._entropy is None else self._entropy
+        version, entropy, greedy = self._replicate(
+            (np.int32(self._version), to_host(entropy), greedy)
+        )
+        rows = None
+        if sampling is None:
+            running = self.scheduler.running
+            parameters = {slot: request.sampling for slot, request in running.items()}
+            vocab_size = self.decoder.config.vocab_size
+            stacked = stack_sampling(parameters, self.slots, vocab_size)
+            rows = self._shard_over_slots(stacked)
+        return SamplerState(self._key, version, entropy, rows, greedy)
 
     @property
     def _rows_pool(self) -> SlotPool[Array]:
