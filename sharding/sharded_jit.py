@@ -160,7 +160,7 @@ class DeviceJit(Generic[Params, Result]):
         future = self._ahead.pop(_signature(args, kwargs), None)
         if future is None or future.cancel():
             return
-        name, begin = f"jit({self._function.__name__})", time.monotonic()
+        name, begin = f"jit({getattr(self._function, '__name__', '')})", time.monotonic()
         jax.monitoring.record_event_duration_secs(AWAITED, 0.0, fun_name=name)
         future.result()
         seconds = time.monotonic() - begin
