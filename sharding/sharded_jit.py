@@ -146,11 +146,11 @@ class DeviceJit(Generic[Params, Result]):
         Args:
           args: the arguments, with a `jax.ShapeDtypeStruct` with a sharding for each array.
         """
-        lower = self._jit_of(args).lower
-        # The first call of the jitted function finds the trace and the executable in its caches.
-        future = executor.submit(lambda: lower(*args).compile())
-        self._ahead[_signature(args, {})] = future
-        return future
+        key, lower = _signature(args, {}), self._jit_of(args).lower
+        if key not in self._ahead:
+            # The first call of the jitted function finds trace and executable in its caches.
+            self._ahead[key] = executor.submit(lambda: lower(*args).compile())
+        return self._ahead[key]
 
     def forget_ahead(self) -> None:
         """Forgets the programs of `compile_ahead` that were not called."""

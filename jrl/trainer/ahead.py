@@ -1,7 +1,7 @@
 """Compilation of a run's programs in threads, while its first programs run."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,8 +14,9 @@ from jrl.recipes.base.batch import CRITIC, Batch, over_rows
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.programs import Program, programs_of
+from jrl.rollout.decoding.requests import Request
 from jrl.rollout.sampler import Sampler, numbered, numbered_heldout
-from jrl.rollout.sampling import GREEDY
+from jrl.rollout.sampling import GREEDY, Sampling
 from jrl.tasks.mixture import has_environments
 from jrl.trainer.evaluation.evaluate import heldout_examples
 from jrl.trainer.learner.update import update
@@ -46,38 +47,50 @@ def compile_ahead(setup: Setup, sampler: Sampler, imitates: bool, begins: bool) 
     if is_multiprocess() or setup.mesh.platform != "cpu" or setup.rollout_mesh.platform != "cpu":
         yield
         return
-    executor, submitted = ThreadPoolExecutor(THREADS, "jrl compilation"), dict[int, Any]()
+    executor = ThreadPoolExecutor(THREADS, "jrl compilation")
+    programs, futures = list[Any](), list[Future[Any]]()
     try:
         for program, args in _programs(setup, sampler, imitates, begins):
-            program.compile_ahead(executor, *args)
-            submitted[id(program)] = program
+            programs.append(program)
+            futures.append(program.compile_ahead(executor, *args))
         yield
     finally:
-        # The interpreter cannot end during a compilation.
-        executor.shutdown(cancel_futures=True)
-        for program in submitted.values():
+        executor.shutdown(wait=False, cancel_futures=True)
+        # Python cannot interrupt a compilation, nor end before it.
+        if any(future.running() for future in futures):
+            print("a program is being compiled: the run ends when it is", flush=True)
+        executor.shutdown()
+        for program in programs:
             program.forget_ahead()
 
 
 def _programs(setup: Setup, sampler: Sampler, imitates: bool, begins: bool) -> Iterator[Program]:
     """Programs of a run in about the order of their first calls."""
-    run, is_sampled = setup.run, isinstance(sampler.engine, Engine)
-    sampling, recipe = sampling_of(setup.recipe), setup.recipe
     if imitates:
         yield _imitation(setup)
-    if recipe.supervised:
+    if setup.recipe.supervised:
         return
-    if is_sampled:
-        checked = sampler.requests(unseen_prompts(setup, 0), 1) if imitates else []
-        heldout = numbered_heldout(heldout_examples(setup.task, run.eval_prompts))
-        evaluated = sampler.requests(heldout, 1)
-        prompts = numbered([setup.task.train(index) for index in range(recipe.prompts)])
-        trained = sampler.requests(prompts, recipe.group_size)
-        rounds = [(checked, sampling), (evaluated, sampling), (evaluated, GREEDY)]
-        step = [(trained, sampling)]
-        yield from programs_of(sampler.engine, rounds + step if begins else step + rounds)
-    if run.steps:
+    # Not of conversations, whose engine is another.
+    if isinstance(sampler.engine, Engine):
+        yield from programs_of(sampler.engine, _rounds(setup, sampler, imitates, begins))
+    if setup.run.steps:
         yield from _updates(setup)
+
+
+def _rounds(
+    setup: Setup, sampler: Sampler, imitates: bool, begins: bool
+) -> list[tuple[list[Request], Sampling]]:
+    """Requests that are sampled first: of a check of the warm start, an evaluation and a step."""
+    run, recipe, sampling = setup.run, setup.recipe, sampling_of(setup.recipe)
+    checked = sampler.requests(unseen_prompts(setup, 0), 1) if imitates else []
+    heldout = numbered_heldout(heldout_examples(setup.task, run.eval_prompts))
+    evaluated = sampler.requests(heldout, 1)
+    rounds = [(checked, sampling), (evaluated, sampling), (evaluated, GREEDY)]
+    if run.steps:
+        prompts = numbered([setup.task.train(index) for index in range(recipe.prompts)])
+        step = sampler.requests(prompts, recipe.group_size), sampling
+        rounds.insert(len(rounds) if begins else 0, step)
+    return rounds
 
 
 def _imitation(setup: Setup) -> Program:

@@ -65,15 +65,12 @@ def test_a_run_calls_all_programs_that_were_compiled_ahead(
 
     monkeypatch.setattr(DeviceJit, "forget_ahead", forget)
     setup = setup_of(d_model, name, changes)
-    before = [program.cache_size() for program in (update, admit, advance)]
     assert begin_or_go_on(setup, tmp_path / "run").step == 1
     assert not uncalled and not threads()
     # One for the warm start and one for each network; prompts, and copies for greedy completions.
     greedy = 2 if setup.recipe.temperature != 1.0 else 1
     assert lowered["update"] == updates
     assert lowered["advance"] == greedy and lowered["admit"] <= 2 * greedy
-    after = [program.cache_size() for program in (update, admit, advance)]
-    assert [n - m for m, n in zip(before, after, strict=True)][0] == updates
     # All others are small.
     assert sum(lowered.values()) <= 60, lowered
 
