@@ -188,9 +188,11 @@ def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """Structure of arguments, static ones, and shape, dtype and sharding of arrays."""
 
     def describe(leaf: Any) -> Hashable:
-        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or isinstance(leaf, Tracer):
-            return leaf if isinstance(leaf, Hashable) else type(leaf)
-        return leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding
+        if isinstance(leaf, Tracer):
+            return type(leaf)
+        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            return leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding
+        return leaf if isinstance(leaf, Hashable) else type(leaf)
 
     leaves, structure = jax.tree.flatten((args, kwargs))
     return structure, tuple(map(describe, leaves))

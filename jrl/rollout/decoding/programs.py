@@ -41,7 +41,8 @@ def programs_of(
     weights, policy = backend.abstract_policy()
     pool = abstract_pool(decoder, engine.slots, max_length)
     number = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(engine.mesh))
-    admission = AdmissionArrays(*[of_slots(engine.slots)] * 6)
+    per_slot = of_slots(engine.slots)
+    admission = AdmissionArrays(per_slot, per_slot, per_slot, per_slot, per_slot, per_slot)
     for requests, parameters in rounds:
         sampling = compiled_sampling(parameters)
         state = engine.new_sampler_state(parameters)
