@@ -8,7 +8,9 @@ unknown name is an error at compilation: every name here is known to the install
 """
 
 import re
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable, Collection, Hashable
+from concurrent.futures import Executor, Future
 from importlib.metadata import version
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -54,6 +56,11 @@ graph of an iteration at most."""
 LEAST_EFFORT: dict[str, Options] = {"cpu": {"xla_backend_optimization_level": 0}}
 """Options of a rare and small program, whose compilation costs more than its runs: a CPU's compiler
 takes half of the time, and the program runs two or three times as long."""
+
+AWAITED = "/sharding/compile_ahead/awaited"
+"""JAX monitoring event of a call that begins to wait for a program that a thread compiles."""
+READY = "/sharding/compile_ahead/ready_duration"
+"""JAX monitoring event of its end, with the seconds waited."""
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -115,6 +122,7 @@ class DeviceJit(Generic[Params, Result]):
     ):
         self._function, self._devices, self._options = function, devices, options
         self._jitted: dict[tuple[tuple[str, Any], ...], Any] = {}
+        self._ahead: dict[Hashable, Future[Any]] = {}
         self.__doc__ = function.__doc__
 
     def settings_of(self, args: tuple[Any, ...]) -> Options:
@@ -136,7 +144,39 @@ class DeviceJit(Generic[Params, Result]):
         return self._jitted[key]
 
     def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> Result:
+        if self._ahead:
+            self._wait_for_program(args, kwargs)
         return self._jit_of(args)(*args, **kwargs)
+
+    def compile_ahead(self, executor: Executor, *args: Any) -> "Future[Any]":
+        """Compiles a program in a thread of `executor`, before its first call.
+
+        The call waits for it and runs it, and raises the error of the compilation. A compilation
+        that has not begun by then is cancelled: the call compiles the program itself. The same for
+        a call with other arguments.
+
+        Args:
+          args: the arguments, with a `jax.ShapeDtypeStruct` with a sharding for each array.
+        """
+        key, lower = _signature(args, {}), self._jit_of(args).lower
+        if key not in self._ahead:
+            # The first call of the jitted function finds trace and executable in its caches.
+            self._ahead[key] = executor.submit(lambda: lower(*args).compile())
+        return self._ahead[key]
+
+    def forget_ahead(self) -> None:
+        """Forgets the programs of `compile_ahead` that were not called."""
+        self._ahead.clear()
+
+    def _wait_for_program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        future = self._ahead.pop(_signature(args, kwargs), None)
+        if future is None or future.cancel():
+            return
+        name, begin = f"jit({getattr(self._function, '__name__', '')})", time.monotonic()
+        jax.monitoring.record_event_duration_secs(AWAITED, 0.0, fun_name=name)
+        future.result()
+        seconds = time.monotonic() - begin
+        jax.monitoring.record_event_duration_secs(READY, seconds, fun_name=name)
 
     def lower(self, *args: Params.args, **kwargs: Params.kwargs) -> Any:
         """Lowers the function, as `jax.jit`'s `lower`."""
@@ -154,6 +194,20 @@ class DeviceJit(Generic[Params, Result]):
         # Traced as a part of another program, it has the options of that one.
         is_part = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args))
         return self.jit_with({} if is_part else self.settings_of(args))
+
+
+def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """Structure of arguments, static ones, and shape, dtype and sharding of arrays."""
+
+    def describe(leaf: Any) -> Hashable:
+        if isinstance(leaf, Tracer):
+            return type(leaf)
+        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            return leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding
+        return leaf if isinstance(leaf, Hashable) else type(leaf)
+
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    return structure, tuple(map(describe, leaves))
 
 
 class MeshJit(DeviceJit[Params, Result]):

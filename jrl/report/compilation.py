@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import jax
 from rich.console import Console
 
+from sharding.sharded_jit import AWAITED, READY
+
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILED = "/jax/core/compile/backend_compile_duration"
 MIN_SECONDS = 1.0
@@ -153,9 +155,9 @@ class CompilationWatch:
         # Compilations of other threads do not block the main thread: only its own are reported.
         if threading.get_ident() != self._main:
             return
-        if event == LOWERED:
+        if event in (LOWERED, AWAITED):
             self._begin(str(event_fields.get("fun_name", "")))
-        elif event == COMPILED:
+        elif event in (COMPILED, READY):
             self._record(duration_secs)
             self._end()
 

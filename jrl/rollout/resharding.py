@@ -180,7 +180,7 @@ def reshard(weights: Transformer[Array], model: Model, target: FoldedMesh) -> Tr
         pairs = zip(plain, is_shared, strict=True)
         return plain_structure.unflatten([x if shared else next(moved) for x, shared in pairs])
     in_order, config = _merged_in_layer_order(weights, model)
-    target_shardings = placement.shardings(Model(_without_fsdp(config), target))
+    target_shardings = placement.shardings(Model(without_fsdp(config), target))
     # Blocks: updates donate the buffers that are being read.
     return jax.block_until_ready(jax.device_put(in_order, target_shardings))
 
@@ -213,7 +213,7 @@ def _is_shared(weights: Transformer[Array], model: Model, target: FoldedMesh) ->
 
 
 def _rollout_shardings(model: Model, target: FoldedMesh) -> Transformer[NamedSharding]:
-    rollout_config = _without_fsdp(model.config.without_adapters())
+    rollout_config = without_fsdp(model.config.without_adapters())
     return placement.shardings(Model(rollout_config, target))
 
 
@@ -241,6 +241,6 @@ def _resharding(
     return jit_onto(move, shardings, static_argnums=1)
 
 
-def _without_fsdp(config: ModelConfig) -> ModelConfig:
+def without_fsdp(config: ModelConfig) -> ModelConfig:
     """Config of the rollout without FSDP: every decoding step reads all weights."""
     return replace(config, execution=replace(config.execution, fsdp=False))

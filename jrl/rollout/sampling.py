@@ -102,6 +102,13 @@ class Sampling:
 GREEDY = Sampling(temperature=0.0)
 
 
+def compiled_sampling(sampling: Sampling | None) -> Sampling:
+    """Static parameters of compiled functions that sample; None has parameters for each row."""
+    # Greedy decoding shares the functions of `Sampling()`: it differs in an argument only
+    # (`SamplerState.greedy`). Functions of per-request parameters have no other static ones.
+    return Sampling() if sampling is None or sampling.greedy else sampling
+
+
 @struct.dataclass
 class RowSampling(Generic[Leaf]):
     """Sampling parameters of each row.

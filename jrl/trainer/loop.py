@@ -48,11 +48,12 @@ from jrl.report.metrics import check_defined
 from jrl.report.page import LivePage, write_page
 from jrl.report.warnings import FewWarnings
 from jrl.rollout.collection.collect import sampling_of
-from jrl.rollout.sampler import Sampler
+from jrl.rollout.sampler import Completion, Sampler
 from jrl.runs import provenance
 from jrl.runs.checkpoints import Checkpoints, CheckpointSchedule
 from jrl.runs.folder import RunFolder
 from jrl.runs.loggers import Logger
+from jrl.trainer.ahead import compile_ahead
 from jrl.trainer.evaluation.evaluate import heldout_examples, heldout_metrics
 from jrl.trainer.evaluation.network_files import load_network_files
 from jrl.trainer.learner.learner import Learner
@@ -166,6 +167,9 @@ def train(
             Checkpoints(folder.checkpoints_path, run.keep_checkpoints)
         )
         state, files = _restored_state(setup, folder, checkpoints)
+        begins = state is None
+        imitates = begins and weights is None and run.warm_start_steps > 0
+        stack.enter_context(compile_ahead(setup, sampler, imitates, begins))
         if state is not None:
             resources.resume(folder.metrics_path)
         else:
@@ -191,7 +195,7 @@ def train(
                 print(first_evaluation(metrics), flush=True)
                 on_step(0, metrics)
             with appender(folder.samples_path) as lines, phase("evaluation"):
-                write_heldout_samples(setup, sampler, state, lines)
+                write_heldout_samples(setup, sampler, state, lines, stage.evaluated)
             page.step_ended(evaluated=True)
             # A run killed in its first steps need not repeat its warm start.
             save(checkpoints, networks, state, description(files))
@@ -241,7 +245,7 @@ def train(
             # Before the last checkpoint, like all lines: it records the offsets of all files.
             if step == run.steps:
                 with phase("evaluation"):
-                    write_heldout_samples(setup, sampler, state, outputs.samples)
+                    write_heldout_samples(setup, sampler, state, outputs.samples, stage.evaluated)
             is_preempted = supervisor.step_ended(step, metrics)
             if schedule.is_due(step) or step == run.steps or is_preempted:
                 save(checkpoints, networks, state, description(files))
@@ -316,11 +320,16 @@ def _evaluate_stopped(
 
 
 class Reinforcement:
-    """Reinforcement learning stage: samples completions and trains on their rewards."""
+    """Reinforcement learning stage: samples completions and trains on their rewards.
+
+    Attributes:
+      evaluated: records of completions of the first held-out prompts in the last evaluation.
+    """
 
     def __init__(self, setup: Setup, sampler: Sampler):
         self._setup, self._sampler, self._networks = setup, sampler, setup.networks
         self._heldout = heldout_examples(setup.task, setup.run.eval_prompts)
+        self.evaluated = list[dict[str, Any]]()
 
     def step(self, state: TrainState[Array]) -> tuple[TrainState[Array], StepResult]:
         """Runs one training step."""
@@ -339,7 +348,13 @@ class Reinforcement:
         """Held-out metrics of the policy."""
         # Without statistics of a step: an adaptive temperature stays at its base.
         self._sampler.engine.load(state.policy.weights, int(state.step))
-        metrics = heldout_metrics(self._sampler, sampling_of(self._setup.recipe), self._heldout)
+
+        # Records, which hold no arrays of the engine.
+        def keep(completions: list[Completion]) -> None:
+            self.evaluated = [c.record(self._setup.format) for c in completions[:NUM_SHOWN]]
+
+        sampling = sampling_of(self._setup.recipe)
+        metrics = heldout_metrics(self._sampler, sampling, self._heldout, keep)
         self._sampler.engine.release()  # before a checkpoint copies the state
         return_free_memory()
         return metrics

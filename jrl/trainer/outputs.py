@@ -1,10 +1,11 @@
 """Outputs of a run: metrics, samples, loggers, the progress display and the final report page."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Array
@@ -126,14 +127,26 @@ class Outputs:
 
 
 def write_heldout_samples(
-    setup: Setup, sampler: Sampler, state: TrainState[Array], lines: Appender
+    setup: Setup,
+    sampler: Sampler,
+    state: TrainState[Array],
+    lines: Appender,
+    evaluated: Sequence[dict[str, Any]] = (),
 ) -> None:
-    """Samples completions of a few held-out prompts, and writes them to samples.jsonl."""
-    examples = numbered_heldout(heldout_examples(setup.task, NUM_SHOWN))
-    sampler.engine.load(state.policy.weights, int(state.step))
-    for completion in sampler.sample(examples, sampling_of(setup.recipe), 1):
-        lines.append(int(state.step), {"kind": "heldout", **completion.record(setup.format)})
-    sampler.engine.release()  # before a checkpoint copies the state
+    """Writes completions of a few held-out prompts to samples.jsonl.
+
+    Args:
+      evaluated: records of completions that an evaluation of this state has sampled, of the first
+        prompts; if they are too few, completions are sampled.
+    """
+    examples, records = numbered_heldout(heldout_examples(setup.task, NUM_SHOWN)), evaluated
+    if len(records) < len(examples):
+        sampler.engine.load(state.policy.weights, int(state.step))
+        completions = sampler.sample(examples, sampling_of(setup.recipe), 1)
+        records = [completion.record(setup.format) for completion in completions]
+        sampler.engine.release()  # before a checkpoint copies the state
+    for record in records:
+        lines.append(int(state.step), {"kind": "heldout", **record})
 
 
 @contextmanager

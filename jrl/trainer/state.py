@@ -196,7 +196,7 @@ def abstract(networks: Networks) -> TrainState[Any]:
         step=put(count),
         prompts_seen=put(count),
         networks={
-            **{role: _abstract_learner(network) for role, network in networks.trained.items()},
+            **{role: abstract_learner(network) for role, network in networks.trained.items()},
             **{role: _abstract_weights(each) for role, each in networks.copied.items()},
         },
         algorithm=put(init_algorithm(networks)),
@@ -205,7 +205,7 @@ def abstract(networks: Networks) -> TrainState[Any]:
     )
 
 
-def _abstract_learner(network: Network[Any]) -> Learner[Any]:
+def abstract_learner(network: Network[Any]) -> Learner[Any]:
     """Shapes, dtypes and shardings of a learner, as of `update.init_learner` and
     `update.update`."""
     model, mesh = network.model, network.mesh

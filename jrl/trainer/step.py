@@ -270,7 +270,7 @@ def prepare(
         with timed("timing_s/old_log_prob", seconds):
             batch, rescored = _rescore(networks, state.policy.weights, batch)
     with timed("timing_s/adv", seconds):
-        batch, metrics = _with_targets(recipe, batch, rescored)
+        batch, metrics = with_targets(recipe, batch, rescored)
         jax.block_until_ready(batch)
         metrics = {name: float(value) for name, value in to_host(metrics).items()}
     check_teacher(recipe, metrics.get(UNSCORED, 0.0))
@@ -373,7 +373,7 @@ def mismatch_metrics(logprobs: Array, old_logprobs: Array, mask: Array) -> dict[
     return {name: metric.value() for name, metric in differences.items()}
 
 
-def _with_targets(
+def with_targets(
     recipe: Recipe, batch: Batch[Array], rescored: Array | None
 ) -> tuple[Batch[Array], dict[str, Array]]:
     """Adds the recipe's targets and the mismatch correction; returns the batch and metrics.

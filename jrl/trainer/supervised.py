@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from jaxtyping import Array
@@ -36,7 +37,12 @@ class Supervised:
     Args:
       setup: of a run whose recipe is supervised.
       sampler: for completions of held-out prompts, for display.
+
+    Attributes:
+      evaluated: records of completions in the last evaluation, which samples none.
     """
+
+    evaluated: Sequence[dict[str, Any]] = ()
 
     def __init__(self, setup: Setup, sampler: Sampler):
         chats, rows = setup.task, setup.rows

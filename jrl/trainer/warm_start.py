@@ -79,7 +79,7 @@ def warm_start(
                 f"(now {run.warm_start_learning_rate})."
             )
         # Prompts of the next step: not trained on yet, and measuring does not use them up.
-        unseen = numbered(_training_examples(setup, step), prompts_imitated(setup.run, step))
+        unseen = unseen_prompts(setup, step)
         sampler.engine.load(learner.weights, 0)
         accuracy_now = accuracy(sampler.sample(unseen, sampling_of(setup.recipe), 1))
         sampler.engine.release()
@@ -135,6 +135,11 @@ def supervised_batch(setup: Setup, examples: list[Example], rows: int) -> Batch[
     # Padding rows have no valid token: they affect neither the loss nor the routers' balance.
     mask[count:] = valid[count:] = False
     return to_devices(Batch(tokens=tokens, valid=valid, mask=mask), over_rows(setup.mesh))
+
+
+def unseen_prompts(setup: Setup, step: int) -> dict[int, Example]:
+    """Training prompts by id that `step` supervised steps have not trained on yet."""
+    return numbered(_training_examples(setup, step), prompts_imitated(setup.run, step))
 
 
 def _training_examples(setup: Setup, step: int) -> list[Example]:

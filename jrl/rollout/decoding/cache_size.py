@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 from jaxtyping import Array
 
-from jrl.rollout.decoding.sizes import cache_length_to_read
+from jrl.rollout.decoding.sizes import cache_length_to_read, length_after, plan_window
 from jrl.rollout.decoding.slots import SlotPool, with_cache_length
 from moe.cache import KEY_COLUMN
 
@@ -39,6 +40,26 @@ class CacheSize:
             return pool
         return with_cache_length(pool, self.size_of(length))
 
+    def plan_steps(
+        self, lengths: np.ndarray, limits: np.ndarray, max_tokens: int, are_waiting: bool
+    ) -> tuple[int, int]:
+        """Tokens to decode in rows, at most `max_tokens`, and the length of the longest after.
+
+        Args:
+          lengths, limits: ``[row]`` as of `plan_window`.
+          are_waiting: true if requests wait for a slot.
+        """
+        if self.reads_whole or are_waiting:
+            # The whole window: no part of the cache is copied, or the scheduler runs again after a
+            # few steps, when some rows have ended, and a copy for so few costs more than it saves.
+            return max_tokens, length_after(lengths, limits, max_tokens)
+        return plan_window(lengths, limits, max_tokens, self.sizes[-1])
+
+    def length_to_read(self, length: int) -> int:
+        """Positions that steps up to a length read of a cache that is not resized."""
+        whole = self.sizes[-1]
+        return whole if self.reads_whole else cache_length_to_read(length, whole)
+
     def fit(self, pool: SlotPool[Array], length: int, kept: int) -> tuple[SlotPool[Array], int]:
         """Pool with a cache for steps up to a length, and the number of positions to read.
 
@@ -46,8 +67,7 @@ class CacheSize:
           kept: positions that a shorter cache would lose, and that may be needed again.
         """
         if not self.resizes:
-            whole = self.sizes[-1]
-            return pool, whole if self.reads_whole else cache_length_to_read(length, whole)
+            return pool, self.length_to_read(length)
         whole = length_of(pool)
         needed = self.size_of(max(length, min(kept, whole)))
         # Extended immediately, shortened only after a while: each change copies the whole cache.

@@ -43,8 +43,6 @@ from jrl.rollout.decoding.sizes import (
     ROLLOUTS,
     EnginePolicy,
     bucket,
-    length_after,
-    plan_window,
     row_sizes,
     row_widths,
     unpacked_row_sizes,
@@ -61,7 +59,7 @@ from jrl.rollout.decoding.slots import (
     with_cache_length,
 )
 from jrl.rollout.decoding.split_backend import SplitBackend
-from jrl.rollout.sampling import Sampling, stack_sampling
+from jrl.rollout.sampling import Sampling, compiled_sampling, stack_sampling
 from moe.cache import cache_columns, reads_live_columns
 from moe.implementations import check_decode_kernel
 from moe.weights import Transformer
@@ -153,7 +151,7 @@ class Engine:
         self._pool: SlotPool[Array] | None = None
         self._limits = np.zeros(slots, np.int32)
         self._output_buffer: OutputBuffer | None = None
-        self._cache_size = CacheSize(
+        self.cache_size = CacheSize(
             self.cache_sizes,
             resizes=policy.resizes_cache,
             reads_live_columns=reads_live_columns(self.decoder.model),
@@ -167,6 +165,12 @@ class Engine:
         if self._row_widths:
             return row_sizes(self._row_widths, per_rank, most_tokens)
         return unpacked_row_sizes(self.max_length, self._unit, per_rank, most_tokens)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if one mesh decodes, each prompt has a row and the cache has a fixed length."""
+        is_fixed = not (self._row_widths or self._policy.resizes_cache)
+        return is_fixed and isinstance(self.backend, MeshBackend)
 
     @property
     def num_idle(self) -> int:
@@ -307,8 +311,7 @@ class Engine:
         if admits:
             self._admit_waiting()
         # Including rows that finish below: their new tokens are returned too.
-        running_slots = sorted(scheduler.running)
-        if not running_slots:
+        if not (running_slots := sorted(scheduler.running)):
             return []
         # Rows that were just admitted have their first token already.
         before = scheduler.lengths.copy()
@@ -397,30 +400,33 @@ class Engine:
 
     def _admit_unpacked(self, plan: AdmissionPlan) -> tuple[SlotPool[Array], bool]:
         """Admits prompts that each have a row of their own, or are copies of other slots."""
-        ranks, per_rank = self.ranks, self.scheduler.per_rank
         if self._policy.resizes_cache and not any(plan.runs):
             # Copies of whole rows, so that no function is compiled per length.
-            needed = self._cache_size.size_of(plan.width)
+            needed = self.cache_size.size_of(plan.width)
             width, num_rows = max(length_of(self._rows_pool), needed), 0
         else:
-            width, num_rows = plan_unpacked_rows(plan, self.max_length, self._unit, per_rank)
-        tokens = np.full((ranks, num_rows, width), self.decoder.pad_id, np.int32)
-        lengths = np.zeros((ranks, num_rows), np.int32)
+            width, num_rows = self.row_shape(plan)
+        tokens = np.full((self.ranks, num_rows, width), self.decoder.pad_id, np.int32)
+        lengths = np.zeros((self.ranks, num_rows), np.int32)
         for rank, runs in enumerate(plan.runs):
             for index, ids in enumerate(runs):
                 tokens[rank, index, : len(ids)], lengths[rank, index] = ids, len(ids)
         admission, pool = (
             self._make_admission(plan, width),
-            self._cache_size.grow(self._rows_pool, width),
+            self.cache_size.grow(self._rows_pool, width),
         )
         tokens, lengths, admission = self._shard_over_slots(
             (tokens.reshape(-1, width), lengths.reshape(-1), admission)
         )
         return self.backend.admit(pool, tokens, lengths, admission, *self._sampler())
 
+    def row_shape(self, plan: AdmissionPlan) -> tuple[int, int]:
+        """Width and number of the prefill rows of a rank if each prompt has a row of its own."""
+        return plan_unpacked_rows(plan, self.max_length, self._unit, self.scheduler.per_rank)
+
     def _admit_packed(self, plan: AdmissionPlan) -> tuple[SlotPool[Array], bool]:
         """Admits prompts that share rows."""
-        slots, pool = self.slots, self._cache_size.grow(self._rows_pool, plan.width)
+        slots, pool = self.slots, self.cache_size.grow(self._rows_pool, plan.width)
         rows = plan_rows(plan, self._row_widths)
         packing = make_packing(rows, plan, slots, self.decoder.pad_id)
         cache_copies = plan_cache_copies(rows, plan, slots, self.max_length, length_of(pool))
@@ -449,7 +455,7 @@ class Engine:
         plan = AdmissionPlan([[]], [(each.slot, each.request, each.slot) for each in extensions])
         tokens, admission = self._shard_over_slots(self._tokens_by_slot(plan))
         self.usage.prefilled += sum(e.request.length - e.num_cached for e in extensions)
-        pool = self._cache_size.grow(self._rows_pool, plan.width)
+        pool = self.cache_size.grow(self._rows_pool, plan.width)
         self._pool = admit_extensions(self.backend, pool, extensions, tokens, admission)
         self._rows_changed()
 
@@ -469,15 +475,11 @@ class Engine:
         the mask of live slots. `sizes` are the sizes of `step_sizes` that a step may have."""
         scheduler = self.scheduler
         lengths, limits = scheduler.lengths[running_slots], self._limits[running_slots]
-        if self._cache_size.reads_whole or scheduler.waiting:
-            # The whole window: no part of the cache is copied, or the scheduler runs again after a
-            # few steps, when some rows have ended, and a copy for so few costs more than it saves.
-            end = length_after(lengths, limits, max_tokens)
-        else:
-            max_tokens, end = plan_window(lengths, limits, max_tokens, self.max_length)
+        are_waiting = bool(scheduler.waiting)
+        max_tokens, end = self.cache_size.plan_steps(lengths, limits, max_tokens, are_waiting)
         if not max_tokens:
             return self._read_rows()
-        pool, cache_length = self._cache_size.fit(self._rows_pool, end, scheduler.longest_prefix)
+        pool, cache_length = self.cache_size.fit(self._rows_pool, end, scheduler.longest_prefix)
         active_slots = scheduler.active_slots(sizes)
         step_limits = StepLimits(max_tokens, min_live, active_slots)
         self._pool, advanced = self.backend.decode(
@@ -559,28 +561,26 @@ class Engine:
 
     def _sampler(self) -> tuple[Sampling, SamplerState]:
         """Static parameters of the samplers in compiled functions, and their arrays."""
-        sampling = self._sampling
-        # Greedy decoding shares the functions of `Sampling()`: it differs in an argument only
-        # (`SamplerState.greedy`). Functions of per-request parameters have no other static ones.
-        compiled = Sampling() if sampling is None or sampling.greedy else sampling
         if self._sampler_state is None:
-            entropy = greedy = None
-            if sampling is not None and compiled == Sampling():
-                greedy = np.bool_(sampling.greedy)
-            elif compiled.adaptive is not None:
-                entropy = EntropyStatistics.neutral() if self._entropy is None else self._entropy
-            version, entropy, greedy = self._replicate(
-                (np.int32(self._version), to_host(entropy), greedy)
-            )
-            rows = None
-            if sampling is None:
-                running = self.scheduler.running
-                parameters = {slot: request.sampling for slot, request in running.items()}
-                vocab_size = self.decoder.config.vocab_size
-                stacked = stack_sampling(parameters, self.slots, vocab_size)
-                rows = self._shard_over_slots(stacked)
-            self._sampler_state = SamplerState(self._key, version, entropy, rows, greedy)
-        return compiled, self._sampler_state
+            self._sampler_state = self.new_sampler_state(self._sampling)
+        return compiled_sampling(self._sampling), self._sampler_state
+
+    def new_sampler_state(self, sampling: Sampling | None) -> SamplerState:
+        """Arrays of the samplers in compiled functions."""
+        compiled, entropy, greedy = compiled_sampling(sampling), None, None
+        if sampling is not None and compiled == Sampling():
+            greedy = np.bool_(sampling.greedy)
+        elif compiled.adaptive is not None:
+            entropy = EntropyStatistics.neutral() if self._entropy is None else self._entropy
+        arrays = np.int32(self._version), to_host(entropy), greedy
+        version, entropy, greedy = self._replicate(arrays)
+        rows = None
+        if sampling is None:
+            running = self.scheduler.running
+            parameters = {slot: request.sampling for slot, request in running.items()}
+            stacked = stack_sampling(parameters, self.slots, self.decoder.config.vocab_size)
+            rows = self._shard_over_slots(stacked)
+        return SamplerState(self._key, version, entropy, rows, greedy)
 
     @property
     def _rows_pool(self) -> SlotPool[Array]:

@@ -46,7 +46,7 @@ from jrl.rollout.decoding.slots import (
     write_to_buffer,
     write_token,
 )
-from jrl.rollout.resharding import rollout_policy
+from jrl.rollout.resharding import rollout_policy, without_fsdp
 from jrl.rollout.sampling import Sampling
 from moe.attention.rotary import rotary_tables
 from moe.cache import ROW, Cache, StepTokens, over_columns
@@ -54,12 +54,12 @@ from moe.config import Model
 from moe.decoding import decode_step, keeps_expert_stack, step_config
 from moe.layers.depth import map_layer_groups
 from moe.model import Prefilled
-from moe.placement import specs
+from moe.placement import in_chunks, shardings, specs
 from moe.router.statistics import run_with_fallback
-from moe.weights import Experts, Layer, Transformer, without_layers
+from moe.weights import Experts, Layer, Transformer, cast_shapes, without_layers
 from sharding.collectives import all_sum, vary
 from sharding.folding import FoldedMesh
-from sharding.sharded_jit import MeshJit, jit_onto, named_shardings
+from sharding.sharded_jit import MeshJit, abstract_array, jit_onto, named_shardings
 
 Leaf = TypeVar("Leaf")
 
@@ -153,13 +153,27 @@ def unstack_policy(decoder: Decoder, weights: Transformer[Array]) -> UnstackedPo
     """
     policy = unstack(weights, decoder.model, lambda leaf, index: _COPY)
     leaves, structure = jax.tree.flatten(policy)
-    shardings = jax.tree.leaves(named_shardings(policy_specs(decoder), decoder.mesh))
-    is_shared = tuple(map(_has_sharding, leaves, shardings))
+    targets = jax.tree.leaves(named_shardings(policy_specs(decoder), decoder.mesh))
+    is_shared = tuple(map(_has_sharding, leaves, targets))
     if all(is_shared):
         return policy
     copied = iter(_compiled_unstack(decoder, is_shared)(weights))
     pairs = zip(leaves, is_shared, strict=True)
     return structure.unflatten([leaf if shared else next(copied) for leaf, shared in pairs])
+
+
+def abstract_policy(
+    decoder: Decoder, weights: Transformer[jax.ShapeDtypeStruct]
+) -> UnstackedPolicy[jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and shardings of the result of `unstack_policy`."""
+    shared = unstack(weights, decoder.model, lambda leaf, index: _COPY)
+    copied = jax.eval_shape(lambda tree: unstack(tree, decoder.model, operator.getitem), weights)
+    return jax.tree.map(
+        lambda leaf, like, sharding: (
+            leaf if _has_sharding(leaf, sharding) else abstract_array(like, sharding)
+        ),
+        *(shared, copied, named_shardings(policy_specs(decoder), decoder.mesh)),
+    )
 
 
 _COPY: Any = object()
@@ -391,6 +405,17 @@ class MeshBackend:
     def release(self) -> None:
         """Frees the memory of the policy."""
         self._policy = None
+
+    def abstract_policy(self) -> tuple[Transformer[Any], UnstackedPolicy[Any]]:
+        """Shapes, dtypes and shardings of the policy that `load` puts on the devices: for prefill,
+        and for steps."""
+        config, mesh = self.decoder.config, self.decoder.mesh
+        if mesh != self._trained.mesh:
+            config = without_fsdp(config)
+        model = Model(config, mesh)
+        weights = jax.eval_shape(lambda tree: in_chunks(tree, mesh), cast_shapes(config))
+        weights = jax.tree.map(abstract_array, weights, shardings(model))
+        return weights, abstract_policy(self.decoder, weights)
 
     def restart(self) -> bool:
         """Undoes what earlier requests changed, so that samples depend on the next ones only;

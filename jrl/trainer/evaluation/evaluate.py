@@ -28,6 +28,7 @@ from jrl.rollout.sampler import (
     lengths_of,
     numbered_heldout,
     scores_of,
+    sort_completions,
 )
 from jrl.rollout.sampling import GREEDY, Sampling
 from jrl.tasks import REASONS, Example, Task
@@ -64,9 +65,16 @@ def pad_with_repeats(examples: Sequence[Row], unit: int) -> list[Row]:
 
 
 def heldout_metrics(
-    sampler: Sampler, sampling: Sampling, examples: Sequence[Example]
+    sampler: Sampler,
+    sampling: Sampling,
+    examples: Sequence[Example],
+    on_sampled: Callable[[list[Completion]], None] = lambda completions: None,
 ) -> dict[str, float]:
-    """Metrics of one sampled and one greedy completion per prompt, of the loaded policy."""
+    """Metrics of one sampled and one greedy completion per prompt, of the loaded policy.
+
+    Args:
+      on_sampled: called with the sampled completions, in the order of the prompts.
+    """
     begin = time.perf_counter()
     # RNG keys depend on the prompt ids: every evaluation of a run uses the same keys (common random
     # numbers), so that two of them are paired.
@@ -75,6 +83,7 @@ def heldout_metrics(
     # The sampled completions are verified while the greedy ones are decoded.
     decodings = [sampler.decode(requests, prompts, mode) for mode in (sampling, GREEDY)]
     sampled, greedy = (decoding.wait() for decoding in decodings)
+    on_sampled(sort_completions(sampled, prompts))
     return {
         **{f"val/{name}": value for name, value in _details(sampled, greedy).items()},
         "val/prompts": float(len(examples)),

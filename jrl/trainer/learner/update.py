@@ -280,14 +280,11 @@ class Network(Generic[ObjectiveT]):
         """
 
         def run(objective: ObjectiveT, learner: Learner[Array]) -> tuple[Updated, Array | None]:
-            settings = objective, self.optimizer, self.num_micro_batches
-            if objective.config.lora is None:
-                learner, outcome = _update(*settings, learner, batch, statistics, passes)
-                return (learner, outcome), outcome.overflow
-            adapters, frozen = split(learner.weights, objective.config)
-            learner = replace(learner, weights=adapters)
-            learner, outcome = _update(*settings, learner, batch, statistics, passes, frozen)
-            learner = replace(learner, weights=combine_trees(learner.weights, frozen))
+            network = replace(self, objective=objective)
+            args = network.update_args(learner, batch, statistics, passes)
+            learner, outcome = _update(*args)
+            if (frozen := args[-1]) is not None:
+                learner = replace(learner, weights=combine_trees(learner.weights, frozen))
             return (learner, outcome), outcome.overflow
 
         def without_overflow(result: Updated) -> Updated:
@@ -297,6 +294,22 @@ class Network(Generic[ObjectiveT]):
             return learner, replace(outcome, overflow=first_outcome.overflow)
 
         return run_with_fallback(lambda: run(self.objective, learner), without_overflow)[0]
+
+    def update_args(
+        self,
+        learner: Learner[Any],
+        batch: Batch[Any],
+        statistics: Any = None,
+        passes: Any = None,
+    ) -> tuple[Any, ...]:
+        """Arguments of the compiled `update`: of a network with adapters, the learner has only
+        these, and the frozen weights are the last argument, which else is None."""
+        frozen = None
+        if self.config.lora is not None:
+            adapters, frozen = split(learner.weights, self.config)
+            learner = replace(learner, weights=adapters)
+        settings = self.objective, self.optimizer, self.num_micro_batches
+        return *settings, learner, batch, statistics, passes, frozen
 
     def with_mesh(self, mesh: FoldedMesh) -> "Network[ObjectiveT]":
         """Copy on another mesh."""

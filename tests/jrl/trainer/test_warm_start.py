@@ -133,7 +133,7 @@ def test_reinforcement_goes_on_after_the_prompts_that_were_imitated(task, tmp_pa
         given.extend(setup.task.train(prompts_seen + i) for i in range(PROMPTS))
         raise FirstStep
 
-    def measured(sampler, sampling, examples):
+    def measured(sampler, sampling, examples, on_sampled):
         evaluated.append(examples)
         names = (f"{what}/{mode}" for what in ("accuracy", "score") for mode in MODES)
         return {f"val/{name}": 0.0 for name in names} | {"timing_s/testing": 0.0}

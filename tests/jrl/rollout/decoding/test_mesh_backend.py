@@ -65,7 +65,7 @@ def test_advance_reads_the_whole_cache_by_the_kernel(reached, monkeypatch):
 
     monkeypatch.setattr(mesh_backend, "advance", lowered)
     engine.submit(Asked().requests[:1], Sampling())
-    pool, columns = engine._cache_size.fit(engine._rows_pool, reached, 0)
+    pool, columns = engine.cache_size.fit(engine._rows_pool, reached, 0)
     engine.backend.decode(pool, columns, StepLimits(1, 0), *engine._sampler())
     assert engine.max_length == 1152 == columns
     assert shown[0].count("custom_call @mosaic_gpu_v2") == 1

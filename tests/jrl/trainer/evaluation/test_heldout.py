@@ -1,6 +1,7 @@
 """Accuracy on held-out prompts."""
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from jrl.rollout.sampler import Sampler
 from jrl.tasks import Example, Task
 from jrl.tasks.definition import ProceduralTask
 from jrl.trainer.evaluation.evaluate import heldout_examples, heldout_metrics, pad_with_repeats
+from jrl.trainer.loop import Reinforcement
+from jrl.trainer.outputs import NUM_SHOWN, write_heldout_samples
 from jrl.trainer.step import train_step
 
 
@@ -131,3 +134,26 @@ def test_heldout_prompts_of_an_endless_task():
     trained = {setup.task.train(i).prompt for i in range(300)}
     assert trained.isdisjoint(example.prompt for example in heldout_examples(setup.task, 300))
     assert np.unique([example.prompt for example in heldout_examples(setup.task, 300)]).size > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("evaluated", [NUM_SHOWN, NUM_SHOWN - 1])
+def test_shown_completions_are_those_of_an_evaluation(evaluated, monkeypatch):
+    """They are sampled only if the evaluation has fewer prompts."""
+    setup = small_setup(run=small_run(eval_prompts=evaluated))
+    sampler, state = setup.sampler(), fresh_state(setup, fresh_weights(setup))
+    stage, sampled, sample = Reinforcement(setup, sampler), [], Sampler.sample
+
+    def counted(self, *arguments, **options):
+        sampled.append(sample(self, *arguments, **options))
+        return sampled[-1]
+
+    monkeypatch.setattr(Sampler, "sample", counted)
+    stage.evaluate(state)
+    assert len(stage.evaluated) == evaluated
+    shown, again = [], []
+    for lines, records in ((shown, stage.evaluated), (again, ())):
+        appended = SimpleNamespace(append=lambda step, record, lines=lines: lines.append(record))
+        write_heldout_samples(setup, sampler, state, appended, records)
+    assert shown == again and len(shown) == NUM_SHOWN
+    assert len(sampled) == 1 + (evaluated < NUM_SHOWN)
