@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from moe.config import Model, ModelConfig
-from moe.head_chunks import (
+from moe.head.chunks import (
     Chunk,
     Chunking,
     Operands,

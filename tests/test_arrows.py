@@ -77,7 +77,7 @@ MOE_ROOMS = (
     ("adapters", "ops"),
     ("kernels", "weights"),
     ("attention", "head", "placement"),
-    ("huggingface", "implementations", "tokens"),
+    ("distillation", "huggingface", "implementations", "tokens"),
     ("cache", "router"),
     ("experts",),
     ("layers",),

@@ -1,6 +1,7 @@
 """Log-probabilities, entropy and KL divergence, computed exactly from logits."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple, SupportsIndex
 
@@ -314,18 +315,23 @@ def _entries(
     return _Entries(p, q, p_possible, q_possible, over_p, over_q)
 
 
-def _terms(beta: float, entries: _Entries) -> tuple[Logits, Logits]:
-    """Terms of the divergence, and of ``KL(p || m)``."""
+def _terms(beta: float, entries: _Entries) -> Logits:
+    """Terms of the divergence, of which none is negative."""
     p, q, p_possible, q_possible, over_p, over_q = entries
-    if beta in (0, 1):
-        one_sided = (q, p, over_q, q_possible, p_possible)
-        if beta == 1:
-            one_sided = (p, q, over_p, p_possible, q_possible)
-        terms = _kl_terms(*one_sided)
-        return terms, terms
+    if beta == 0:
+        return _kl_terms(q, p, over_q, q_possible, p_possible)
+    if beta == 1:
+        return _kl_terms(p, q, over_p, p_possible, q_possible)
     m, either = beta * q + (1 - beta) * p, p_possible | q_possible
-    of_policy = _kl_terms(p, m, over_p, p_possible, either)
-    return beta * _kl_terms(q, m, over_q, q_possible, either) + (1 - beta) * of_policy, of_policy
+    of_teacher = _kl_terms(q, m, over_q, q_possible, either)
+    return beta * of_teacher + (1 - beta) * _policy_terms(beta, entries)
+
+
+def _policy_terms(beta: float, entries: _Entries) -> Logits:
+    """Terms of ``KL(p || m)`` of the mixture m."""
+    p, q, p_possible, q_possible, over_p, _ = entries
+    m = beta * q + (1 - beta) * p
+    return _kl_terms(p, m, over_p, p_possible, p_possible | q_possible)
 
 
 def _kl_terms(
@@ -339,30 +345,30 @@ def _kl_terms(
     return jnp.where((p > 0) & ~q_possible, jnp.inf, terms)
 
 
-def _sums(
-    chunk_size: int | None, beta: float, logits: Logits, ref_logits: Logits, mask: RowMask
-) -> tuple[PerRow, PerRow]:
-    """The divergence, and ``KL(p || m)``. Masked rows have logits of 0 in both, and 0 results."""
-    normalisers = (log_normaliser(chunk_size, x, mask) for x in (logits, ref_logits))
-    of_policy, of_reference = normalisers
+def _summed(
+    terms: Callable[[float, _Entries], Logits],
+    chunk_size: int | None,
+    beta: float,
+    logits: Logits,
+    ref_logits: Logits,
+    mask: RowMask,
+) -> PerRow:
+    """Sum of the terms. Masked rows have logits of 0 in both, so their divergence is 0."""
+    of_policy, of_reference = (log_normaliser(chunk_size, x, mask) for x in (logits, ref_logits))
 
-    def start(begin: Array, counts: Array) -> tuple[Array, Array]:
+    def start(begin: Array, counts: Array) -> Array:
         pieces = (chunk_of(x, mask, begin, counts.size) for x in (logits, ref_logits))
-        terms = _terms(beta, _entries(beta, *pieces, of_policy, of_reference))
-        first, second = (jnp.sum(jnp.where(along(counts, x), x, 0), axis=-1) for x in terms)
-        return first, second
+        of_chunk = terms(beta, _entries(beta, *pieces, of_policy, of_reference))
+        return jnp.sum(jnp.where(along(counts, of_chunk), of_chunk, 0), axis=-1)
 
-    def add(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
-        return left[0] + right[0], left[1] + right[1]
-
-    return over_chunks(start, add, logits.shape[-1], chunk_size)
+    return over_chunks(start, jnp.add, logits.shape[-1], chunk_size)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _divergence(
     chunk_size: int | None, beta: float, logits: Logits, ref_logits: Logits, mask: RowMask
 ) -> PerRow:
-    return _sums(chunk_size, beta, logits, ref_logits, mask)[0]
+    return _summed(_terms, chunk_size, beta, logits, ref_logits, mask)
 
 
 @_divergence.defjvp
@@ -370,7 +376,7 @@ def _divergence_jvp(chunk_size, beta, primals, tangents):
     logits, ref_logits, mask = primals
     divergence = of_policy = _divergence(chunk_size, beta, logits, ref_logits, mask)
     if 0 < beta < 1:
-        divergence, of_policy = _sums(chunk_size, beta, logits, ref_logits, mask)
+        of_policy = _summed(_policy_terms, chunk_size, beta, logits, ref_logits, mask)
     normaliser = log_normaliser(chunk_size, logits, mask)
     of_reference = log_normaliser(chunk_size, ref_logits, mask)
 

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from moe.config import Model, ModelConfig
-from moe.head_chunks import (
+from moe.head.chunks import (
     Chunking,
     Operands,
     chunk_at,
