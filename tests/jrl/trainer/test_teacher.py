@@ -89,7 +89,7 @@ def _resumed(folder):
         ("teacher", ["opd", "--layout", "dp2 / ep2", "--model", "tiny", "--group-size", "1"]),
         ("teacher", ["opd", "--layout", "tp2", "--teacher-layout", "dp2", "--lora-rank", "2"]),
         ("teacher", ["opd", "--layout", "pp2", "--teacher-dtype", "bfloat16"]),
-        ("teacher", ["tppo", "--window", "5", "--teacher-baseline", "kl"]),
+        ("teacher", ["tppo", "--window", "5", "--lora-rank", "2", "--teacher-baseline", "kl"]),
         ("teacher", ["grpo", "--max-staleness", "1", "--packing", "True"]),
     ],
     ids=lambda each: " ".join(each) if isinstance(each, list) else each,
