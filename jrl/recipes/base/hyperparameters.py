@@ -146,8 +146,8 @@ class Hyperparameters:
     off."""
 
     teacher: str | None = setting(None, sft=False)
-    """Teacher of on-policy distillation, a run folder or a checkpoint as in --model with the tokens
-    of the policy: advantages get how much likelier a sampled token is under it than under the
+    """Teacher of on-policy distillation, a run folder or a published checkpoint with the tokens of
+    the policy: advantages get how much likelier a sampled token is under it than under the
     policy."""
     teacher_coef: float = setting(1.0, minimum=0.0, before=0.0, sft=False)
     """Weight of the teacher's term in the advantages; 0 is no teacher."""
@@ -158,7 +158,7 @@ class Hyperparameters:
     """Layout of the teacher on as many devices as the policy, for example tp2; None is the
     policy's."""
     teacher_dtype: Literal["float32", "bfloat16"] | None = setting(None, sft=False)
-    """Dtype of the teacher; None is --dtype or, if that is not given, its checkpoint's own."""
+    """Dtype of the teacher; None is the one that the run sets or else its checkpoint's own."""
 
     reward_correct: float = setting(1.0, sft=False)
     """Reward of a completion with full score."""
