@@ -56,8 +56,8 @@ SHORT_BODY = 2**16
 GRAMMAR_SECONDS = 30.0
 """Timeout of the compilation of a grammar, with those before it; the first takes seconds."""
 ENDPOINTS = (
-    "The endpoints are /v1/completions, /v1/chat/completions and /v1/models; set the base_url of a "
-    "client to end in /v1."
+    "The endpoints are /v1/completions, /v1/chat/completions, /v1/responses and /v1/models; set the "
+    "base_url of a client to end in /v1."
 )
 """End of the message to a request of another path."""
 Handler = Callable[[Call], Awaitable[ASGIApp]]

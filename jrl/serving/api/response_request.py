@@ -138,8 +138,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 class _Messages:
-    """Messages of items, of which one turn of the assistant is several: its reasoning, its message
-    and its calls."""
+    """Messages of items; reasoning, message and calls of one turn are one message."""
 
     def __init__(self):
         self.messages: list[dict[str, Any]] = []
