@@ -183,7 +183,7 @@ class _Messages:
         function = {"name": fields.get("name"), "arguments": fields.get("arguments")}
         call = {"id": identity, "type": "function", "function": function}
         check_message(path, {"role": "assistant", "tool_calls": [call]})
-        self._names[identity] = function["name"]
+        self._names[identity] = str(function["name"])
         self._turn().setdefault("tool_calls", []).append(call)
 
     def _add_output(self, path: str, fields: Mapping[str, Any]) -> None:
