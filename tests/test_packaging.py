@@ -87,6 +87,7 @@ NOT_IMPORTED = {
     "accelerate": "TRL imports it",
     "basedpyright": "a command",
     "beartype": "named on the command line: --jaxtyping-packages=jrl,beartype.beartype",
+    "guidellm": "a command",
     "hatchling": "builds the wheel",
     "ipykernel": "runs the cells of a notebook",
     "jax_cuda13_pjrt": "a plugin of JAX",
@@ -100,7 +101,9 @@ NOT_IMPORTED = {
     "nvidia_cuda_nvdisasm": "a command",
     "nvidia_nvjitlink": "a library that is loaded by its path",
     "pytest_xdist": "a plugin of pytest: -n",
+    "requests": "TRL's client imports it",
     "ruff": "a command",
+    "verifiers": "calls the client of renderers",
 }
 
 

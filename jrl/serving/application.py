@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jrl.processes.agreement import installed_versions
 from jrl.serving.api.fields import ApiError, boolean, one_line
+from jrl.serving.api.response_items import ItemsBuilder
 from jrl.serving.api.sampling import with_defaults
 from jrl.serving.api.tokens import ids_to_detokenize, text_to_tokenize
 from jrl.serving.api_request import (
@@ -39,7 +40,6 @@ from jrl.serving.chat.page import chat_page
 from jrl.serving.grammar import Grammar
 from jrl.serving.metrics import CLIENT_GONE, Metrics
 from jrl.serving.policy import ApiModel
-from jrl.serving.response_items import ItemsBuilder
 from jrl.serving.responses import Event, Job, ResponseBuilder, fingerprint
 from jrl.serving.service import Service, closing_error
 from jrl.serving.transcript import TokenStrings
@@ -56,8 +56,8 @@ SHORT_BODY = 2**16
 GRAMMAR_SECONDS = 30.0
 """Timeout of the compilation of a grammar, with those before it; the first takes seconds."""
 ENDPOINTS = (
-    "The endpoints are /v1/completions, /v1/chat/completions and /v1/models; set the base_url of a "
-    "client to end in /v1."
+    "The endpoints are /v1/completions, /v1/chat/completions, /v1/responses and /v1/models; set "
+    "the base_url of a client to end in /v1."
 )
 """End of the message to a request of another path."""
 Handler = Callable[[Call], Awaitable[ASGIApp]]

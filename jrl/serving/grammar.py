@@ -37,8 +37,8 @@ generate blanks without end."""
 MAX_RULE, MAX_PROPERTIES = 2**16, 500
 """Limits of a rule: its characters, and the properties of an object of a schema."""
 MAX_STATES, MAX_ITEMS = 200_000, 5000
-"""Limits of the library's work: expressions of a regular expression, of which its default of a
-million takes four seconds, and items of a parser's row, four for each optional property."""
+"""Limits of the library's work: expressions of a regular expression (a million, its default, take
+four seconds), and items of a parser's row, four for each optional property."""
 ANYTHING = r"/(.|\n)*/"
 """Rule of arguments in formats without JSON."""
 

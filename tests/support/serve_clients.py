@@ -1,7 +1,7 @@
 """Clients of a server in an environment of their own: ``python serve_clients.py CLIENT URL MODEL``
 prints what a client got as JSON, for the model in a folder.
 
-TRL's client asks whether vLLM is installed, of which it uses nothing here.
+TRL's client wants vLLM installed and uses nothing of it here.
 """
 
 import asyncio

@@ -351,8 +351,8 @@ class Engine:
         return self.decoder.records_choices
 
     def expert_choices(self, chunk: StreamChunk, end: int) -> np.ndarray:
-        """Expert ids ``[position, layer, k]`` of the first `end` tokens of a row, of which a chunk
-        was returned by the last call of `stream`."""
+        """Expert ids ``[position, layer, k]`` of the first `end` tokens of a row; its chunk is from
+        the last call of `stream`."""
         choices = self._rows_pool.rows.choices
         assert choices is not None, "no expert ids are recorded"
         return self.backend.to_host(row_of(choices, np.int32(chunk.slot)))[:end]

@@ -1,1 +1,1 @@
-"""Reading of requests: arguments, messages, tools and sampling parameters."""
+"""Reading of requests: arguments, messages, tools and sampling parameters; items of responses."""

@@ -138,8 +138,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 class _Messages:
-    """Messages of items, of which one turn of the assistant is several: its reasoning, its message
-    and its calls."""
+    """Messages of items; reasoning, message and calls of one turn are one message."""
 
     def __init__(self):
         self.messages: list[dict[str, Any]] = []
@@ -184,7 +183,7 @@ class _Messages:
         function = {"name": fields.get("name"), "arguments": fields.get("arguments")}
         call = {"id": identity, "type": "function", "function": function}
         check_message(path, {"role": "assistant", "tool_calls": [call]})
-        self._names[identity] = function["name"]
+        self._names[identity] = str(function["name"])
         self._turn().setdefault("tool_calls", []).append(call)
 
     def _add_output(self, path: str, fields: Mapping[str, Any]) -> None:

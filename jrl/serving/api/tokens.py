@@ -17,8 +17,7 @@ DETOKENIZE_ARGUMENTS = ("model", "tokens")
 
 def completion_of(body: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     """The body of a completion with the token ids and sampling parameters of a request of
-    ``/inference/v1/generate``, whose names are those of completions; and the first token of which
-    expert ids are returned, if they are recorded."""
+    ``/inference/v1/generate``, and the first token that expert ids are returned for."""
     _check_arguments(body, GENERATE_ARGUMENTS)
     if boolean(body, "stream"):
         raise invalid_argument("stream", "stream=true is not supported here: leave it out.")
