@@ -16,11 +16,11 @@ from benchmarks.absent.steps import ON_64, SELECTED, Step
 from benchmarks.absent.timeline import overlap
 
 ONE_CHUNK, TWO_BATCHES = "--expert-chunks 1", "--two-batch-overlap"
-REDUCTIONS, ALL = "--overlap-grad-reduce", "all three"
+REDUCTIONS, ALL = "--expert-chunks 1 --overlap-grad-reduce", "all three"
 FLAGS: dict[str, dict[str, Any]] = {
     ONE_CHUNK: {"expert_chunks": 1},
     TWO_BATCHES: {"two_batch_overlap": True},
-    REDUCTIONS: {"overlap_grad_reduce": True},
+    REDUCTIONS: {"expert_chunks": 1, "overlap_grad_reduce": True},
     ALL: {"expert_chunks": 2, "two_batch_overlap": True, "overlap_grad_reduce": True},
 }
 """Flags of the rows, as fields of `moe.execution.Execution`."""

@@ -216,8 +216,9 @@ def test_overlap_is_chosen_where_a_run_can_have_it(text, micro_rows, capacity, h
     assert sorted({one.execution.overlap_grad_reduce for one in ways}) == list(reduced)
     assert len(ways) == len(halved) * len(reduced)
     # What a method has stays, and nothing else is turned on unasked.
-    on = Method(Execution(two_batch_overlap=True, overlap_grad_reduce=True))
-    for given in (Method(), on):
+    off = Execution(expert_chunks=1)
+    on = replace(off, two_batch_overlap=True, overlap_grad_reduce=True)
+    for given in map(Method, (off, on)):
         assert list(method_variants(model, Layout.parse(text), batch, given, Choices())) == [given]
 
 
