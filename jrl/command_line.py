@@ -15,7 +15,6 @@ import tyro
 
 from jrl.checks import check_numbers
 from jrl.processes.agreement import check_same_software
-from jrl.processes.allocator import return_arrays_when_freed
 from jrl.processes.coordinator import (
     HEARTBEAT_SECONDS,
     SINGLE_PROCESS,
@@ -159,7 +158,6 @@ def start_jax(
         default, or where the processes cannot connect.
     """
     processes.check()
-    return_arrays_when_freed()
     if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         raise ValueError(
             "JAX_ENABLE_X64 is on: indices and sums of a run are of 32 bits; unset it for this "
