@@ -25,7 +25,6 @@ from jrl.processes.coordinator import (
     join_processes,
 )
 from jrl.processes.stopping import DRAINED, INTERRUPTED
-from jrl.program import program
 
 OUR_PACKAGES = ("jrl", "moe", "sharding", "benchmarks")
 Options = TypeVar("Options")
@@ -36,18 +35,18 @@ MEMORY_REMEDY = "lower --micro-batch; --dry-run shows what needs the memory"
 
 def parse_flags(
     kind: type[Options] | Any,
-    command: str,
+    program: str,
     arguments: Sequence[str] | None,
     about: str | None = None,
 ) -> Options:
     """Parses a command line into a dataclass, whose numbers are finite.
 
     Args:
-      command: its name and subcommand, for example "faults watch".
+      program: the command, `jrl.program.program("serve")`.
       arguments: None takes those of this process.
       about: what it does, for ``--help``; None takes the docstring of the dataclass.
     """
-    options = tyro.cli(kind, prog=program(command), description=about, args=arguments)
+    options = tyro.cli(kind, prog=program, description=about, args=arguments)
     check_numbers(options)
     return options
 
