@@ -14,6 +14,7 @@ import tyro
 
 from jrl.checks import check_seed
 from jrl.command_line import exit_status, parse_flags, start_jax
+from jrl.program import program
 from jrl.serve import PolicyOptions, build_service, open_policy
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: list[str]) -> int:
     options = parse_flags(
-        ChatOptions, "chat", arguments, "Converses with a policy in the terminal."
+        ChatOptions, program("chat"), arguments, "Converses with a policy in the terminal."
     )
     options.check()
     _chat(options)

@@ -15,7 +15,6 @@ import tyro
 
 from jrl.checks import check_numbers
 from jrl.processes.agreement import check_same_software
-from jrl.processes.allocator import return_arrays_when_freed
 from jrl.processes.coordinator import (
     HEARTBEAT_SECONDS,
     SINGLE_PROCESS,
@@ -26,7 +25,6 @@ from jrl.processes.coordinator import (
     join_processes,
 )
 from jrl.processes.stopping import DRAINED, INTERRUPTED
-from jrl.program import program
 
 OUR_PACKAGES = ("jrl", "moe", "sharding", "benchmarks")
 Options = TypeVar("Options")
@@ -37,18 +35,18 @@ MEMORY_REMEDY = "lower --micro-batch; --dry-run shows what needs the memory"
 
 def parse_flags(
     kind: type[Options] | Any,
-    command: str,
+    program: str,
     arguments: Sequence[str] | None,
     about: str | None = None,
 ) -> Options:
     """Parses a command line into a dataclass, whose numbers are finite.
 
     Args:
-      command: its name and subcommand, for example "faults watch".
+      program: the command, `jrl.program.program("serve")`.
       arguments: None takes those of this process.
       about: what it does, for ``--help``; None takes the docstring of the dataclass.
     """
-    options = tyro.cli(kind, prog=program(command), description=about, args=arguments)
+    options = tyro.cli(kind, prog=program, description=about, args=arguments)
     check_numbers(options)
     return options
 
@@ -159,7 +157,6 @@ def start_jax(
         default, or where the processes cannot connect.
     """
     processes.check()
-    return_arrays_when_freed()
     if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         raise ValueError(
             "JAX_ENABLE_X64 is on: indices and sums of a run are of 32 bits; unset it for this "

@@ -27,6 +27,7 @@ from jrl.config.evaluation import (
 )
 from jrl.config.run import RunConfig
 from jrl.processes.agreement import RaiseInAllProcesses, check_same, connect, is_main_process
+from jrl.program import program
 from jrl.recipes import Recipe
 from jrl.report.compilation import CompilationWatch
 from jrl.report.evaluation import EvaluationDisplay, print_completions, print_results
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     options = parse_flags(
         EvaluateOptions,
-        "evaluate",
+        program("evaluate"),
         arguments,
         "Evaluates the policy of a run or of a public checkpoint: sampled, greedy, pass@k.",
     )

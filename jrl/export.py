@@ -25,6 +25,7 @@ import tyro
 from jrl.command_line import exit_status, parse_flags, start_jax
 from jrl.config.files import run_of
 from jrl.config.run import RunConfig
+from jrl.program import program
 from jrl.published.base_name import base_name
 from jrl.published.hub import check_target, push
 from jrl.published.license import CARD
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     options = parse_flags(
         ExportOptions,
-        "export",
+        program("export"),
         arguments,
         "Writes the policy of a run as a checkpoint that transformers and vLLM read.",
     )

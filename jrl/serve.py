@@ -17,6 +17,7 @@ import tyro
 
 from jrl.checks import check_range, check_seed
 from jrl.command_line import exit_status, parse_flags, start_jax
+from jrl.program import program
 from jrl.published.location import is_checkpoint
 from jrl.tasks.data.conversations import template_arguments
 
@@ -146,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     options = parse_flags(
         ServeOptions,
-        "serve",
+        program("serve"),
         arguments,
         "Serves a policy: completions and chats by OpenAI's protocol.",
     )

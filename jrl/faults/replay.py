@@ -25,6 +25,7 @@ from jrl.faults.remote.prometheus import read_series
 from jrl.faults.shift import JOINT
 from jrl.faults.standard import SILENCE, SilenceDetector, StandardDetector
 from jrl.faults.watcher import DetectorOptions, examine, trim_to_common_start
+from jrl.program import program
 from jrl.report.plots import BLUE, GRID, INK, MUTED
 
 RED = "#c81e4a"
@@ -46,7 +47,7 @@ class ReplayOptions(DetectorOptions):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    request = parse_flags(ReplayOptions, "faults replay", arguments)
+    request = parse_flags(ReplayOptions, program("faults replay"), arguments)
     record = Path(request.record)
     fleet, notes = read_fleet(record, request.machine_label, request.metrics)
     fleet = fleet.last(request.last)

@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> int:
     """Watches until all processes have ended, and returns the exit status: 3 after an alarm."""
     request = parse_flags(
         Annotated[WatchOptions, tyro.conf.arg(name="")],
-        "faults watch",
+        program("faults watch"),
         arguments,
         "Shows what each process of a run is doing, and names the one that stands out.",
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 import tyro
 
 from jrl.command_line import exit_status, parse_flags
+from jrl.program import program
 from jrl.report.page import write_page
 from jrl.runs.folder import RunFolder
 
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     request = parse_flags(
         ReportOptions,
-        "report",
+        program("report"),
         arguments,
         (
             "Writes a report of runs as one HTML page: curves, samples, time, settings. It needs "

@@ -34,6 +34,7 @@ NAMES = {
     "run_packed": "the pass over prompts",
     "copy_to_cache": "the copy of prompts to the cache",
     "advance": "the decoding loop",
+    "write": "the copy of completions",
     "targets_of": "the advantages",
     "_copy_leaves": "the copy of the policy",
     "create": "the state of the run",

@@ -9,6 +9,7 @@ from typing import Literal
 import tyro
 
 from jrl.command_line import exit_status, parse_flags, start_jax
+from jrl.program import program
 from jrl.runs import manifest, provenance
 from jrl.runs.checkpoints import BASE, Checkpoints
 from jrl.runs.directory import Directory, StoragePath, open_directory
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     request = parse_flags(
         RunsOptions,
-        "runs",
+        program("runs"),
         arguments,
         "Lists, verifies and prunes the checkpoints of a run.",
     )

@@ -8,6 +8,7 @@ from typing import Literal
 import tyro
 
 from jrl.command_line import exit_status, parse_flags
+from jrl.program import program
 from jrl.tasks.check import check, format_report
 from jrl.tasks.sandbox.sandbox import allow_unsafe
 
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     request = parse_flags(
         CheckArguments,
-        "tasks",
+        program("tasks"),
         arguments,
         "Tests a verifier or a reward for reward hacking, with answers that it should reject.",
     )

@@ -15,6 +15,7 @@ from jaxtyping import Array
 
 from jrl.losses import overlong_filter
 from jrl.processes.agreement import to_devices, to_host
+from jrl.processes.allocator import return_free_memory
 from jrl.processes.progress import heartbeat, phase
 from jrl.recipes.base.batch import (
     CRITIC,
@@ -149,6 +150,7 @@ def train_step(
         )
         # A rollout with another layout has a copy of the weights, which is freed for the updates.
         sampler.engine.release()
+        return_free_memory()
     return train_on(collected)
 
 

@@ -60,7 +60,7 @@ class TrainOptions(Training):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    options = parse_flags(TrainOptions, "faults train", arguments)
+    options = parse_flags(TrainOptions, program("faults train"), arguments)
     check_seed(options.seed)
     if not options.records:
         raise ValueError(
