@@ -110,8 +110,11 @@ def check(function: Function, quantity: str, framework: str | None = None) -> Re
     results = dict(
         zip((c.name for c in asked), run(function, outputs, calls, framework), strict=True)
     )
-    refused = {n for n, x in results.items() if isinstance(x, Failure) and not x.expressed}
-    bases = [*_bases([_tried(case, takes) for case in known if case.name not in refused], takes)]
+    tried = [_tried(case, takes) for case in known]
+    if any(isinstance(x, Failure) and not x.expressed for x in results.values()):
+        again = run(function, outputs, [Call(c.inputs, c.settings) for c in tried], framework)
+        tried = [c for c, x in zip(tried, again, strict=True) if not isinstance(x, Failure)]
+    bases = [*_bases(tried, takes)]
     trials = [
         (rule, n, trial)
         for n, case in enumerate(bases)
@@ -167,7 +170,8 @@ def _tried(case: Case, takes: set[str] | None) -> Case:
 
 
 def _bases(known: list[Case], takes: set[str] | None) -> Iterator[Case]:
-    """The cases on which rules are tried: the most uneven for each way to reduce a loss."""
+    """The cases on which rules are tried: the most uneven of the usual way to reduce a loss, and
+    of the means of tokens and of sequences."""
 
     def fit(case: Case) -> tuple[Any, ...]:
         mask, shape = case.inputs.get("mask", np.ones(1)), shape_of(case)
@@ -188,7 +192,8 @@ def _bases(known: list[Case], takes: set[str] | None) -> Iterator[Case]:
     usual = [
         str(c.settings.get("aggregation", "")) for c in reduced if "aggregation" not in c.named
     ]
-    for mode in sorted(modes, key=lambda mode: (mode not in usual, mode)):
+    means = ("token-mean", "seq-mean-token-mean")
+    for mode in dict.fromkeys((*usual, *(mode for mode in means if mode in modes))):
         of_mode = [c for c in reduced if str(c.settings.get("aggregation", "")) == mode]
         yield max(of_mode, key=fit)
 
