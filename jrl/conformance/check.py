@@ -215,7 +215,7 @@ def _convention(case: Case, result: Results, known: list[Case], worst: str) -> s
     """The convention by which the results are right; empty if there is none."""
     outside, right = _outside(case), case.results
 
-    def fits(got: Results, wanted: Results) -> bool:
+    def fits(got: Results, wanted: Mapping[str, np.ndarray]) -> bool:
         return _distance(got, wanted, outside)[0] <= ROUNDED
 
     for other in known:
@@ -227,7 +227,7 @@ def _convention(case: Case, result: Results, known: list[Case], worst: str) -> s
     if outside is not None and outside.all():
         return f"{worst} is {result.get(worst)} without a true token"
     if outside is not None and outside.all(1).any() and "loss" in right:
-        counted = {name: x * outside.shape[0] / sum(~outside.all(1)) for name, x in result.items()}
+        counted = {n: x * len(outside) / np.sum(~outside.all(1)) for n, x in result.items()}
         if fits(counted, right):
             return "empty_rows=count"
     if "groups" in case.inputs:
@@ -304,7 +304,9 @@ def _outside(case: Case) -> np.ndarray | None:
     return None if mask is None else ~mask.astype(bool)
 
 
-def _distance(got: Results, right: Results, outside: np.ndarray | None) -> tuple[float, str]:
+def _distance(
+    got: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray], outside: np.ndarray | None
+) -> tuple[float, str]:
     """The largest difference, relative to the largest right value, and the result that has it."""
     largest, worst = 0.0, ""
     for name, wanted in right.items():
