@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {"jrl", "moe", "sharding", "experiments", "tests", "notebooks", "benchmarks", "docs"}
-ROOMS |= {"campaign", "deploy"}
+ROOMS |= {"campaign", "conformance", "deploy"}
 PACKAGES = ("sharding", "moe", "jrl")
 LOADERS = {"import_module", "__import__", "find_spec", "run_module", "run_path"}
 """Functions that import what a string names."""
@@ -24,6 +24,11 @@ ALLOWED = {
     "sharding": {"jax", "numpy", "jaxtyping"},
     "moe": {"sharding", "jax", "numpy", "jaxtyping", "flax", "safetensors"},
     "jrl.losses": {"jax", "jaxtyping"},
+    # It is installed alone, too, with NumPy; what it checks brings its own framework.
+    "jrl.conformance.adapters": {"jrl", "numpy", "torch", "trl", "verl", "openrlhf"},
+    "jrl.conformance.frameworks": {"numpy", "jax", "torch"},
+    "jrl.conformance.plugin": {"jrl", "pytest"},
+    "jrl.conformance": {"numpy"},
 }
 COMPUTED = {
     Path("jrl/__main__.py"),

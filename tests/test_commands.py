@@ -21,6 +21,7 @@ from jrl.config import flags
 from jrl.config.run import RunConfig
 from jrl.config.run_code import RunCode
 from jrl.config.training import AUTO
+from jrl.conformance.command import parser as conform_parser
 from jrl.faults import __main__ as faults
 from jrl.launch import __main__ as launch
 from jrl.recipes import RECIPES
@@ -127,6 +128,7 @@ def test_there_are_commands():
     }
     tested = {
         "jrl.chat",
+        "jrl.conform",
         "jrl.evaluate",
         "jrl.export",
         "jrl.faults",
@@ -202,6 +204,11 @@ def test_launch_reads(command, monkeypatch, tmp_path):
 @pytest.mark.parametrize("command", given("jrl.evaluate"))
 def test_evaluate_reads(command, monkeypatch):
     read_by(evaluate._main, command, monkeypatch)
+
+
+@pytest.mark.parametrize("command", given("jrl.conform"))
+def test_conform_reads(command):
+    conform_parser().parse_args(words_of(command)[2:] or ["jrl"])
 
 
 @pytest.mark.parametrize("command", given("jrl.tasks"))

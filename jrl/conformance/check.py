@@ -110,8 +110,11 @@ def check(function: Function, quantity: str, framework: str | None = None) -> Re
     results = dict(
         zip((c.name for c in asked), run(function, outputs, calls, framework), strict=True)
     )
-    refused = {n for n, x in results.items() if isinstance(x, Failure) and not x.expressed}
-    bases = [*_bases([_tried(case, takes) for case in known if case.name not in refused], takes)]
+    tried = [_tried(case, takes) for case in known]
+    if any(isinstance(x, Failure) and not x.expressed for x in results.values()):
+        again = run(function, outputs, [Call(c.inputs, c.settings) for c in tried], framework)
+        tried = [c for c, x in zip(tried, again, strict=True) if not isinstance(x, Failure)]
+    bases = [*_bases(tried, takes)]
     trials = [
         (rule, n, trial)
         for n, case in enumerate(bases)
@@ -167,7 +170,8 @@ def _tried(case: Case, takes: set[str] | None) -> Case:
 
 
 def _bases(known: list[Case], takes: set[str] | None) -> Iterator[Case]:
-    """The cases on which rules are tried: the most uneven for each way to reduce a loss."""
+    """The cases on which rules are tried: the most uneven of the usual way to reduce a loss, and
+    of the means of tokens and of sequences."""
 
     def fit(case: Case) -> tuple[Any, ...]:
         mask, shape = case.inputs.get("mask", np.ones(1)), shape_of(case)
@@ -188,7 +192,8 @@ def _bases(known: list[Case], takes: set[str] | None) -> Iterator[Case]:
     usual = [
         str(c.settings.get("aggregation", "")) for c in reduced if "aggregation" not in c.named
     ]
-    for mode in sorted(modes, key=lambda mode: (mode not in usual, mode)):
+    means = ("token-mean", "seq-mean-token-mean")
+    for mode in dict.fromkeys((*usual, *(mode for mode in means if mode in modes))):
         of_mode = [c for c in reduced if str(c.settings.get("aggregation", "")) == mode]
         yield max(of_mode, key=fit)
 
@@ -210,7 +215,7 @@ def _convention(case: Case, result: Results, known: list[Case], worst: str) -> s
     """The convention by which the results are right; empty if there is none."""
     outside, right = _outside(case), case.results
 
-    def fits(got: Results, wanted: Results) -> bool:
+    def fits(got: Results, wanted: Mapping[str, np.ndarray]) -> bool:
         return _distance(got, wanted, outside)[0] <= ROUNDED
 
     for other in known:
@@ -222,7 +227,7 @@ def _convention(case: Case, result: Results, known: list[Case], worst: str) -> s
     if outside is not None and outside.all():
         return f"{worst} is {result.get(worst)} without a true token"
     if outside is not None and outside.all(1).any() and "loss" in right:
-        counted = {name: x * outside.shape[0] / sum(~outside.all(1)) for name, x in result.items()}
+        counted = {n: x * len(outside) / np.sum(~outside.all(1)) for n, x in result.items()}
         if fits(counted, right):
             return "empty_rows=count"
     if "groups" in case.inputs:
@@ -299,7 +304,9 @@ def _outside(case: Case) -> np.ndarray | None:
     return None if mask is None else ~mask.astype(bool)
 
 
-def _distance(got: Results, right: Results, outside: np.ndarray | None) -> tuple[float, str]:
+def _distance(
+    got: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray], outside: np.ndarray | None
+) -> tuple[float, str]:
     """The largest difference, relative to the largest right value, and the result that has it."""
     largest, worst = 0.0, ""
     for name, wanted in right.items():

@@ -94,11 +94,11 @@ def _adapters(library: str) -> Iterator[tuple[str, str, Function]]:
     if library == "jrl":
         from .adapters import ours as adapters
     elif library == "openrlhf":
-        from .adapters import openrlhf as adapters
+        from .adapters import of_openrlhf as adapters
     elif library == "trl":
-        from .adapters import trl as adapters
+        from .adapters import of_trl as adapters
     else:
-        from .adapters import verl as adapters
+        from .adapters import of_verl as adapters
     return adapters.functions()
 
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -12,8 +13,14 @@ import numpy as np
 
 Function = Callable[..., Any]
 Results = dict[str, np.ndarray]
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
 """Options of XLA for programs that run once."""
+TOGETHER = 12
+"""Signatures in one program: each compilation has a cost, and that of a long one grows faster."""
 
 
 class NotExpressed(Exception):
@@ -163,9 +170,9 @@ def _jax(function: Function, outputs: Sequence[str], calls: Sequence[Call]) -> l
         alike.setdefault(repr((static, shapes, call.by)), []).append(n)
     failed: set[int] = set()
 
-    def program(batch: list) -> dict[int, Any]:
+    def program(several: list[list[int]], batch: list) -> dict[int, Any]:
         found = {}
-        for members, stacked in zip(alike.values(), batch, strict=True):
+        for members, stacked in zip(several, batch, strict=True):
             try:
                 each = jax.lax.map(lambda x, first=members[0]: one(calls[first], *x), stacked)
                 found |= {n: jax.tree.map(lambda x, i=i: x[i], each) for i, n in enumerate(members)}
@@ -173,14 +180,20 @@ def _jax(function: Function, outputs: Sequence[str], calls: Sequence[Call]) -> l
                 failed.update(members)
         return found
 
+    # Later compilers have no such option, and end the process that asks for it.
+    old = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
     # A 32-bit integer stays one; what is given in float32 stays float32.
     context: AbstractContextManager = getattr(jax, "enable_x64", lambda _: nullcontext())(True)
     with context:
-        batch = [
-            jax.tree.map(lambda *x: np.stack(x), *(arrays(calls[n]) for n in members))
-            for members in alike.values()
-        ]
-        found = jax.device_get(jax.jit(program, compiler_options=QUICK)(batch))
+        found = {}
+        for start in range(0, len(alike), TOGETHER):
+            several = [*alike.values()][start : start + TOGETHER]
+            batch = [
+                jax.tree.map(lambda *x: np.stack(x), *(arrays(calls[n]) for n in members))
+                for members in several
+            ]
+            compiled = jax.jit(partial(program, several), compiler_options=QUICK | old)
+            found |= jax.device_get(compiled(batch))
         return [
             _attempt(
                 lambda n=n, call=call: _host(

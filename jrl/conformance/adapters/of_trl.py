@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import trl
+from trl import GRPOTrainer
 
 from ..frameworks import NotExpressed
 
@@ -57,9 +57,9 @@ def trainer_loss(
     entropy = torch.zeros_like(logprobs) if entropy is None else entropy
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, entropy, None),
-        get_high_entropy_mask=lambda *a: trl.GRPOTrainer.get_high_entropy_mask(trainer, *a),
-        get_off_policy_mask=trl.GRPOTrainer.get_off_policy_mask,
-        get_gamma_weights=trl.GRPOTrainer.get_gamma_weights,
+        get_high_entropy_mask=lambda *a: GRPOTrainer.get_high_entropy_mask(trainer, *a),
+        get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
         accelerator=SimpleNamespace(
             num_processes=1,
             gather=lambda x: x,
@@ -99,7 +99,7 @@ def trainer_loss(
         "importance_sampling_ratio": importance_weights,
         "num_items_in_batch": mask.sum() if num_items is None else num_items,
     }
-    return trl.GRPOTrainer._compute_loss(trainer, trainer.model, inputs)
+    return GRPOTrainer._compute_loss(trainer, trainer.model, inputs)
 
 
 def _clipped(types: dict[str, str], usual: str, level: str) -> Callable[..., torch.Tensor]:

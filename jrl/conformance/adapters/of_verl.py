@@ -55,6 +55,10 @@ def _policy_loss(
             raise NotExpressed("a loss of verl is one number")
         if not modes and (aggregation != usual or num_tokens or num_sequences):
             raise NotExpressed(f"it is always reduced by {usual} of the rows that it is given")
+        if name == "geo_mean" and importance_weights is not None:
+            if importance_weights.shape[-1] > 1:
+                raise NotExpressed("a row has the geometric mean of its weights")
+            importance_weights = importance_weights.expand_as(mask)
         if clip_dual is not None and not dual:
             raise NotExpressed("it has no dual clip")
         counts = {
