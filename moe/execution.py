@@ -118,7 +118,7 @@ class Execution:
     scan_layers: bool | None = _option(None, cache=True)
     """Compile one layer, or one period of repeating layer types (windows, Gated DeltaNet), and scan
     over it, so that compilation time does not grow with the number of layers. None scans over more
-    than eight layers."""
+    than eight layers, and in decoding on GPUs over none (`moe.decoding.step_config`)."""
     vocab_chunk: int | None = 8192
     """Vocabulary entries whose logits a device computes at a time in training; None is all."""
 

@@ -4,8 +4,9 @@
     python -m benchmarks.absent launches --only decoding
 
 A launch takes the host about 3 us: a program of many small kernels runs at the pace of its launches
-and not of its arithmetic. All layers are in a scanned stack, whose loop has a known length, so that
-a program of 48 layers is compiled and counted as it is. A call of a library, such as a sort or a
+and not of its arithmetic. The layers of training are in a scanned stack, whose loop has a known
+length, so that a program of 48 layers is compiled and counted as it is; in decoding they are
+unrolled, and a step is a turn of the window's loop. A call of a library, such as a sort or a
 collective, counts as one launch.
 """
 
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 from benchmarks.absent.compilers import Program
 from benchmarks.absent.rows import HOPPER, Figures, reason
 from benchmarks.absent.selection import Selection
-from benchmarks.gpu.shapes import QWEN3_A3B
+from benchmarks.gpu.shapes import QWEN3_06B, QWEN3_A3B
 from moe.config import Model
 from sharding.overlap import ENTRY, Instruction, computations
 
@@ -98,13 +99,15 @@ class Case(NamedTuple):
       program: name in the table.
       form: of the execution.
       build: compiles it for absent H100s.
-      bound: launches that it may have, with one further turn of each loop; None is any number.
+      bound: launches that it may have; None is any number.
+      turn: launches that one further turn of each loop may have; None is a fifth of `bound`.
     """
 
     program: str
     form: str
     build: Callable[[], Program]
     bound: int | None = None
+    turn: int | None = None
 
     def __str__(self) -> str:
         return f"{self.program}, {self.form}"
@@ -175,53 +178,14 @@ def training_step(**execution: Any) -> Program:
     return compile_step(step, reads_kernels=False)
 
 
-def decode_step(rows: int = 64, length: int = 1024, **execution: Any) -> Program:
-    """A decode step of Qwen3-30B-A3B on one device, weights and cache in bfloat16."""
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import NamedSharding, PartitionSpec
+def decode_window(sizes: dict[str, Any], rows: int, **execution: Any) -> Program:
+    """The loop of decode steps of a rollout on one device: caches of 1,152 tokens in bfloat16. A
+    step is a turn of the loop."""
+    from benchmarks.absent.programs import compile_step
+    from benchmarks.absent.steps import DECODING, ONE, Step
 
-    from benchmarks.absent import compilers
-    from benchmarks.gpu.networks import network
-    from moe import decoding, model
-    from moe.cache import StepTokens, cache_columns
-    from moe.layers.depth import split_layer_groups
-    from moe.placement import specs
-    from moe.weights import shapes
-    from sharding.folding import Layout, fold
-
-    mesh = fold(Layout(), compilers.devices("h100", "1x1x1"))
-    config = network(QWEN3_A3B, **execution)
-    columns, spec, everywhere = (
-        cache_columns(length, Model(config, mesh)),
-        specs(Model(config, mesh)),
-        PartitionSpec(),
-    )
-    # Only compiled: which axes the results vary over changes no kernel.
-    run = partial(jax.shard_map, mesh=mesh.mesh, out_specs=everywhere, check_vma=False)
-
-    def of(tree: Any, dtype: Any = None) -> Any:
-        sharding = NamedSharding(mesh.mesh, everywhere)
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding), tree
-        )
-
-    def prefilled(weights: Any, tokens: Any, lengths: Any) -> Any:
-        return model.prefill(weights, tokens, lengths, Model(config, mesh)).cache
-
-    def step(weights: Any, cache: Any, tokens: Any, positions: Any, live: Any) -> Any:
-        layers, inputs = split_layer_groups(weights, config), StepTokens(tokens, positions, live)
-        return decoding.decode_step(layers, weights, cache, inputs, Model(config, mesh))[:2]
-
-    weights = of(shapes(config), jnp.bfloat16)
-    number = of(jax.ShapeDtypeStruct((rows,), jnp.int32))
-    prompts = jax.ShapeDtypeStruct((rows, columns), jnp.int32)
-    filled = run(prefilled, in_specs=(spec, everywhere, everywhere))
-    cache = of(jax.eval_shape(filled, weights, prompts, number))
-    stepped = run(step, in_specs=(spec, *[everywhere] * 4))
-    program = jax.jit(stepped, donate_argnums=(1,))
-    operands = weights, cache, number, number, of(jax.ShapeDtypeStruct((rows,), bool))
-    return compilers.compile_for("h100", program, *operands, reads_kernels=False)
+    step = Step(*ONE, "decoding", sizes, execution, DECODING, rows, prompt=128, response=1024)
+    return compile_step(step, reads_kernels=False)
 
 
 def _with_options(function: Any, mesh: Any) -> Any:
@@ -232,6 +196,10 @@ def _with_options(function: Any, mesh: Any) -> Any:
     return jax.jit(function, compiler_options=compiler_options(mesh))
 
 
+def _decoding(name: str, sizes: dict[str, Any], rows: int, turn: int) -> Case:
+    return Case(f"decoding, {name}", f"{rows} rows", partial(decode_window, sizes, rows), 20, turn)
+
+
 CASES = (
     Case("experts layer", "None", partial(experts_layer, buffer_factor=1.5), 300),
     Case("experts layer", "buffers for any routing", experts_layer, 300),
@@ -239,8 +207,9 @@ CASES = (
     Case("experts layer", "blocks", partial(experts_layer, experts="blocks")),
     Case("training step", "None", training_step, BOUND),
     Case("training step", "no kernels", partial(training_step, **PLAIN), BOUND),
-    Case("decoding step", "None", decode_step, 4_000),
-    Case("decoding step", "no kernels", partial(decode_step, **PLAIN), 4_000),
+    _decoding("2 layers of Qwen3-0.6B", QWEN3_06B | {"num_layers": 2}, 256, turn=56),
+    *(_decoding("Qwen3-0.6B", QWEN3_06B, rows, turn=550) for rows in (1, 64, 256, 1024)),
+    *(_decoding("Qwen3-30B-A3B", QWEN3_A3B, rows, turn=2_500) for rows in (1, 64, 256, 1024)),
 )
 """Programs and forms; "blocks" is not selected by None on GPUs, and is there to compare."""
 

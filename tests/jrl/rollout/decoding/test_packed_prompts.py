@@ -18,6 +18,7 @@ from jrl.rollout.decoding.sizes import row_count, row_sizes, row_widths, single_
 from jrl.rollout.decoding.slots import Decoder, empty_pool, over_slots, run_prefill
 from jrl.rollout.sampling import GREEDY
 from moe.cache import ROW, over_columns
+from moe.layers.depth import split_groups
 
 
 def arriving(runs: list[list[int]], per_rank: int) -> AdmissionPlan:
@@ -217,5 +218,6 @@ def test_layers_of_several_kinds_go_to_their_parts(scanned):
     config = replace(CONFIG, num_layers=4, execution=execution, **windows)
     # As a scan gives them: of the first layer of each period, then of the second.
     kept = [(jnp.array([0, 2]),), (jnp.array([1, 3]),)]
-    parts = [part.tolist() for (part,) in packed._split_stacks(kept, config)]
+    ran = packed._scanned(config)
+    parts = [part.tolist() for (part,) in split_groups(kept, ran, config)]
     assert parts == ([[0, 2], [1, 3]] if scanned else [0, 1, 2, 3])
