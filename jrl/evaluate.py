@@ -90,7 +90,7 @@ def _evaluate(options: EvaluateOptions) -> dict[str, Any]:
     # What builds and runs a network is imported once the flags are known to be right.
     from jrl.rollout.collection.collect import sampling_of
     from jrl.trainer.evaluation.evaluate import Completions, evaluate
-    from jrl.trainer.setup.memory import evaluation_slots
+    from jrl.trainer.setup.fit import evaluation_slots
 
     watch = CompilationWatch() if is_main_process() else nullcontext()
     path = None

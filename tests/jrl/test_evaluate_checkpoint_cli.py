@@ -13,8 +13,9 @@ from jrl.config.run import RunConfig
 from jrl.evaluate import main
 from jrl.recipes import Grpo
 from jrl.rollout.decoding import engine
-from jrl.trainer.setup import memory
-from jrl.trainer.setup.memory import cache_bytes, evaluation_slots
+from jrl.trainer.setup import fit
+from jrl.trainer.setup.fit import evaluation_slots
+from jrl.trainer.setup.memory import cache_bytes
 from jrl.trainer.setup.setup import build_setup
 from moe.config import Model
 
@@ -114,7 +115,7 @@ def test_slots_are_those_asked_for_and_change_no_token(simple, made, tmp_path, c
 def test_slots_that_cannot_be_are_refused(simple, monkeypatch, capsys):
     assert main([*simple, "--slots=3", "--layout=dp2", "--devices=2"]) == 2
     assert "slots=3 does not divide over dp x tp = 2" in one_line(capsys.readouterr())
-    monkeypatch.setattr(memory, "device_memory", lambda mesh: 1000)
+    monkeypatch.setattr(fit, "device_memory", lambda mesh: 1000)
     assert main([*simple, "--slots=4"]) == 2
     assert "slots=4 need a KV cache of" in one_line(capsys.readouterr())
 
@@ -200,11 +201,11 @@ def test_slots_have_room_in_the_memory(setup, monkeypatch):
     row = cache_bytes(Model(setup.model, setup.rollout_mesh), 1, columns)
     assert evaluation_slots(setup, 3)[0] == 3
     assert evaluation_slots(setup, 10**6)[0] == 512
-    monkeypatch.setattr(memory, "CPU_CACHE_BYTES", 7 * row + 1)
+    monkeypatch.setattr(fit, "CPU_CACHE_BYTES", 7 * row + 1)
     slots, line = evaluation_slots(setup, 10**6)
     assert slots == 7 and "1,000,000 completions" in line and "as many as fit" in line
     # One row there is, though it has no room: the device may say no.
-    monkeypatch.setattr(memory, "CPU_CACHE_BYTES", 1)
+    monkeypatch.setattr(fit, "CPU_CACHE_BYTES", 1)
     assert evaluation_slots(setup, 100)[0] == 1
     chosen = replace(setup, run=replace(setup.run, slots=40))
     assert evaluation_slots(chosen, 10**6)[0] == 40

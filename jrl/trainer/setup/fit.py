@@ -1,9 +1,10 @@
 """Sizes of a run that fit the memory that is free: before anything compiles the predicted peak is
 compared, and prefill, slots, micro-batch, vocabulary chunk and response length without a setting
-are lowered; on GPUs a vocabulary chunk is raised to all columns."""
+are lowered; on GPUs a vocabulary chunk is raised to all columns. The slots of an evaluation."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from jrl.checks import flag
@@ -11,11 +12,20 @@ from jrl.config.run import RunConfig
 from jrl.processes.agreement import gather
 from jrl.recipes.base.batch import TEACHER
 from jrl.recipes.base.recipe import Recipe
-from jrl.rollout.device_memory import free_memory
+from jrl.rollout.device_memory import device_memory, free_memory, local_devices
 from jrl.rollout.settings import RolloutSettings
+from jrl.trainer.setup.geometry import MAX_SLOTS
 from jrl.trainer.setup.lengths import CHECKPOINT_RESPONSE
-from jrl.trainer.setup.memory import RunMemory, rollout_memory, run_memory
+from jrl.trainer.setup.memory import (
+    RunMemory,
+    cache_bytes,
+    rollout_memory,
+    run_memory,
+    unstacked_bytes,
+    weight_bytes,
+)
 from jrl.trainer.setup.setup import Setup
+from moe.config import Model
 from moe.execution import Execution
 from moe.planner.search import MEMORY_FRACTION
 
@@ -26,6 +36,8 @@ LOGITS_FRACTION = 0.75
 if a program needs more than 76% of the device: beyond it an update computed all logits four
 times."""
 TEACHER_FLAGS = "a smaller --teacher, --teacher-dtype bfloat16"
+CPU_CACHE_BYTES = 2 << 30
+"""Bytes of the KV cache of a process on a CPU, whose memory other programs share."""
 OTHER_FLAGS = "--remat full, --dtype bfloat16, --lora-rank, fewer --prompts or more devices"
 
 
@@ -262,3 +274,56 @@ def _flags(sizes: Mapping[str, int]) -> str:
 
 def _size(num_bytes: int | float) -> str:
     return f"{num_bytes / 2**30:.3g} GiB"
+
+
+def evaluation_slots(setup: Setup, rows: int) -> tuple[int, str]:
+    """Number of slots for the completions of an evaluation, and a line that describes it.
+
+    The run's own number, if set; else as many as there are completions, at most `MAX_SLOTS`, whose
+    KV cache fits: into `CPU_CACHE_BYTES`, or into half of the memory that the weights leave on an
+    accelerator. It depends on the kind of machine, not on other processes there.
+
+    Args:
+      rows: total number of completions.
+
+    Raises:
+      ValueError: for a number that does not divide over the devices, or whose cache does not fit.
+    """
+    mesh, requested = setup.rollout_mesh, setup.run.slots
+    model = Model(setup.model.without_adapters(), mesh)
+    unit, total = setup.geometry.slots_unit, device_memory(mesh)
+    row_length = setup.prompt_length + setup.response_length
+    cache_bytes_of = partial(cache_bytes, model, row_length=row_length)
+    if requested is None:
+        # Rounded up: a few slots may stay empty, and each rank has at least one.
+        needed = -(-min(rows, MAX_SLOTS) // unit) * unit
+        fitting = unit * max(1, _budget(setup, total) // cache_bytes_of(unit))
+        slots = min(needed, fitting)
+        fit_text = "as many as fit" if fitting < needed else "with"
+    else:
+        slots, fit_text = setup.geometry.slots(requested), "with"
+        if total is not None and cache_bytes_of(slots) > total:
+            raise ValueError(
+                f"slots={slots} need a KV cache of {_size(cache_bytes_of(slots))} for rows of "
+                f"{row_length:,} tokens, and the device has {_size(total)}: lower --slots or "
+                "--response-length."
+            )
+    return slots, (
+        f"{rows:,} completions of at most {setup.response_length:,} tokens, {slots:,} at a time "
+        f"(--slots), {fit_text} a KV cache of {_size(cache_bytes_of(slots))}"
+    )
+
+
+def _budget(setup: Setup, total: int | None) -> int:
+    mesh = setup.rollout_mesh
+    devices = local_devices(mesh)
+    if total is None or devices[0].platform == "cpu":
+        return CPU_CACHE_BYTES // len(devices)
+    model = Model(setup.model.without_adapters(), mesh)
+    # As loaded, and unstacked by layers for decoding.
+    free = total - weight_bytes(model) - unstacked_bytes(model, is_stored=False)
+    return max(free // 2, 0)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2g} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.3g} MiB"

@@ -1,10 +1,9 @@
 """Predicted memory of a run on one device: the buffers by kind, from exact shapes and shardings,
-and the peak over its phases; and the slots of an evaluation that fit."""
+and the peak over its phases."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 import jax
 from jax.sharding import PartitionSpec
@@ -13,12 +12,11 @@ from jrl.recipes.base.optimizer import Optimizer
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.decoding.expert_balancer import first_placement
 from jrl.rollout.decoding.mesh_backend import unstack
-from jrl.rollout.device_memory import device_memory, local_devices
 from jrl.rollout.packing import bin_length
 from jrl.trainer.learner.learner import abstract_state, keeps_masters
 from jrl.trainer.learner.teacher import DivergenceScorer
 from jrl.trainer.scoring import num_micro_batches
-from jrl.trainer.setup.geometry import MAX_SLOTS, Geometry
+from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.plan_inputs import planner_args
 from jrl.trainer.setup.setup import MIN_PREFILL_PROMPTS, Setup
 from moe import placement
@@ -557,60 +555,3 @@ def stage_input_bytes(config: ModelConfig, geometry: Geometry) -> int:
     layers = placement.stored_depth(config.num_layers - config.num_dense_layers, mesh)
     itemsize = jax.numpy.dtype(config.dtype).itemsize
     return chunks * layers * tokens * config.d_model * itemsize
-
-
-CPU_CACHE_BYTES = 2 << 30
-"""Bytes of the KV cache of a process on a CPU, whose memory other programs share."""
-
-
-def evaluation_slots(setup: Setup, rows: int) -> tuple[int, str]:
-    """Number of slots for the completions of an evaluation, and a line that describes it.
-
-    The run's own number, if set; else as many as there are completions, at most `MAX_SLOTS`, whose
-    KV cache fits: into `CPU_CACHE_BYTES`, or into half of the memory that the weights leave on an
-    accelerator. It depends on the kind of machine, not on other processes there.
-
-    Args:
-      rows: total number of completions.
-
-    Raises:
-      ValueError: for a number that does not divide over the devices, or whose cache does not fit.
-    """
-    mesh, requested = setup.rollout_mesh, setup.run.slots
-    model = Model(setup.model.without_adapters(), mesh)
-    unit, total = setup.geometry.slots_unit, device_memory(mesh)
-    row_length = setup.prompt_length + setup.response_length
-    cache_bytes_of = partial(cache_bytes, model, row_length=row_length)
-    if requested is None:
-        # Rounded up: a few slots may stay empty, and each rank has at least one.
-        needed = -(-min(rows, MAX_SLOTS) // unit) * unit
-        fitting = unit * max(1, _budget(setup, total) // cache_bytes_of(unit))
-        slots = min(needed, fitting)
-        fit_text = "as many as fit" if fitting < needed else "with"
-    else:
-        slots, fit_text = setup.geometry.slots(requested), "with"
-        if total is not None and cache_bytes_of(slots) > total:
-            raise ValueError(
-                f"slots={slots} need a KV cache of {_size(cache_bytes_of(slots))} for rows of "
-                f"{row_length:,} tokens, and the device has {_size(total)}: lower --slots or "
-                "--response-length."
-            )
-    return slots, (
-        f"{rows:,} completions of at most {setup.response_length:,} tokens, {slots:,} at a time "
-        f"(--slots), {fit_text} a KV cache of {_size(cache_bytes_of(slots))}"
-    )
-
-
-def _budget(setup: Setup, total: int | None) -> int:
-    mesh = setup.rollout_mesh
-    devices = local_devices(mesh)
-    if total is None or devices[0].platform == "cpu":
-        return CPU_CACHE_BYTES // len(devices)
-    model = Model(setup.model.without_adapters(), mesh)
-    # As loaded, and unstacked by layers for decoding.
-    free = total - weight_bytes(model) - unstacked_bytes(model, is_stored=False)
-    return max(free // 2, 0)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2g} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.3g} MiB"
