@@ -23,7 +23,7 @@ from jrl.trainer.learner.update import update
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.state import abstract_learner
 from jrl.trainer.step import ROLES, with_targets
-from jrl.trainer.warm_start import unseen_prompts
+from jrl.trainer.supervised import unseen_prompts
 from moe.router.routing import choices_dtype
 
 THREADS = 2

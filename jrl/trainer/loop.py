@@ -74,9 +74,14 @@ from jrl.trainer.setup.setup import Setup
 from jrl.trainer.state import TrainState, init_adapters, init_state, init_weights, restore, save
 from jrl.trainer.step import SAMPLES_TIMING, RolloutStepResult, StepResult, train_step
 from jrl.trainer.summary import drift_alarm
-from jrl.trainer.supervised import Supervised
+from jrl.trainer.supervised import (
+    Supervised,
+    WarmStartStopped,
+    prompts_imitated,
+    shortfall,
+    warm_start,
+)
 from jrl.trainer.token_records import TokenLogConfig
-from jrl.trainer.warm_start import WarmStartStopped, prompts_imitated, shortfall, warm_start
 from moe.config import Model
 from moe.disaggregated.split import devices_of
 from moe.weights import Transformer

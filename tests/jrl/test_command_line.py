@@ -13,7 +13,7 @@ from jrl.command_line import exit_status, keep_compilations, start_jax
 from jrl.config.run import RunConfig
 from jrl.processes.stopping import DRAINED
 from jrl.trainer.loop import NonFiniteRun
-from jrl.trainer.warm_start import WarmStartFailed
+from jrl.trainer.supervised import WarmStartFailed
 
 LOST = (
     "another process of the run has ended or cannot be reached: "

@@ -11,7 +11,7 @@ from jrl.rollout.decoding.mesh_backend import advance
 from jrl.rollout.decoding.prefill import admit
 from jrl.trainer import ahead
 from jrl.trainer.learner.update import update
-from jrl.trainer.warm_start import WarmStartFailed
+from jrl.trainer.supervised import WarmStartFailed
 from sharding.sharded_jit import DeviceJit
 
 PREFIX = "jrl compilation"

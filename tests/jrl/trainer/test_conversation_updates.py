@@ -8,7 +8,7 @@ from three_updates import random_weights
 
 from jrl.processes.agreement import to_host
 from jrl.rollout.sampling import Sampling
-from jrl.trainer.warm_start import supervised_batch
+from jrl.trainer.supervised import supervised_batch
 
 
 @pytest.mark.parametrize(

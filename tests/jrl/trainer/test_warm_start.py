@@ -24,10 +24,10 @@ from jrl.tasks.workers.pool import Pool
 from jrl.tasks.workers.process import Worker
 from jrl.trainer import loop
 from jrl.trainer import step as stepping
-from jrl.trainer import warm_start as warming
+from jrl.trainer import supervised as warming
 from jrl.trainer.learner import update as of_update
 from jrl.trainer.learner.metrics import Outcome
-from jrl.trainer.warm_start import (
+from jrl.trainer.supervised import (
     CHECK_EVERY,
     WarmStartFailed,
     shortfall,
