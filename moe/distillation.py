@@ -166,8 +166,9 @@ class _Normalisers(NamedTuple):
     teacher_log_total: Array
 
     def logprobs(self, policy: Chunk, teacher: Chunk) -> tuple[Array, Array]:
-        own, own_log, other, other_log = (x[:, None] for x in self)
-        return policy.logits - own - own_log, teacher.logits - other - other_log
+        maximum, log_total, teacher_maximum, teacher_log_total = (x[:, None] for x in self)
+        log_p = policy.logits - maximum - log_total
+        return log_p, teacher.logits - teacher_maximum - teacher_log_total
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
