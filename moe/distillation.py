@@ -166,8 +166,9 @@ class _Normalisers(NamedTuple):
     teacher_log_total: Array
 
     def logprobs(self, policy: Chunk, teacher: Chunk) -> tuple[Array, Array]:
-        own, own_log, other, other_log = (x[:, None] for x in self)
-        return policy.logits - own - own_log, teacher.logits - other - other_log
+        maximum, log_total, teacher_maximum, teacher_log_total = (x[:, None] for x in self)
+        log_p = policy.logits - maximum - log_total
+        return log_p, teacher.logits - teacher_maximum - teacher_log_total
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -190,15 +191,14 @@ def _one_sided(policy, teacher, pair: _Pair, beta) -> tuple[_Normalisers, Array]
         first, second = (chunk.logits for chunk in pair.chunks(policy, teacher, index))
         if beta == 0:
             first, second = second, first
-        maxima = [
-            jnp.maximum(so_far, jnp.max(logits, axis=1))
-            for so_far, logits in ((sums.first, first), (sums.second, second))
-        ]
-        sums = sums.rebase(*maxima)
-        first, second = first - maxima[0][:, None], second - maxima[1][:, None]
+        first_maximum = jnp.maximum(sums.first, jnp.max(first, axis=1))
+        second_maximum = jnp.maximum(sums.second, jnp.max(second, axis=1))
+        sums = sums.rebase(first_maximum, second_maximum)
+        first, second = first - first_maximum[:, None], second - second_maximum[:, None]
         exponentials = jnp.exp(first)
         return _Sums(
-            *maxima,
+            first_maximum,
+            second_maximum,
             sums.first_total + jnp.sum(exponentials, axis=1),
             sums.second_total + jnp.sum(jnp.exp(second), axis=1),
             sums.moment + jnp.sum(exponentials * (first - second), axis=1),

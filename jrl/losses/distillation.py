@@ -160,9 +160,9 @@ def top_k_divergence(
     *,
     beta: Number = 1.0,
 ) -> Float[Array, "*batch"]:
-    """Divergence of a policy and its teacher on the teacher's k likeliest tokens and the rest.
+    """Divergence of a policy and its teacher on the teacher's top k tokens and the rest.
 
-    `jsd_from_logits` of k + 1 events: the teacher's k likeliest tokens, and one more for all other
+    `jsd_from_logits` of k + 1 events: the teacher's top k tokens, and one more for all other
     tokens, of the remaining probability. For a teacher that answers with its top k, as servers do.
     At most the divergence over the whole vocabulary.
 

@@ -357,8 +357,8 @@ def _summed(
     of_policy, of_reference = (log_normaliser(chunk_size, x, mask) for x in (logits, ref_logits))
 
     def start(begin: Array, counts: Array) -> Array:
-        pieces = (chunk_of(x, mask, begin, counts.size) for x in (logits, ref_logits))
-        of_chunk = terms(beta, _entries(beta, *pieces, of_policy, of_reference))
+        policy, reference = (chunk_of(x, mask, begin, counts.size) for x in (logits, ref_logits))
+        of_chunk = terms(beta, _entries(beta, policy, reference, of_policy, of_reference))
         return jnp.sum(jnp.where(along(counts, of_chunk), of_chunk, 0), axis=-1)
 
     return over_chunks(start, jnp.add, logits.shape[-1], chunk_size)

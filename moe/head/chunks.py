@@ -124,14 +124,13 @@ class Chunk(NamedTuple):
       matrix: ``[d_model, chunk]``.
       logits: ``[token, chunk]``, `MASK_VALUE` in columns that another chunk or rank counts, and of
         ids that no token has.
-      is_target: ``[token, chunk]`` true in the column of the token, if it is counted here; None
-        without tokens.
+      is_target: ``[token, chunk]`` true in the column of the token, if it is counted here.
     """
 
     start: Array
     matrix: Array
     logits: Array
-    is_target: Array | None
+    is_target: Array
 
 
 def chunk_at(
@@ -146,7 +145,9 @@ def chunk_at(
     logits = logits_of_columns(x, matrix, chunking) if saved_logits is None else saved_logits
     column = (start + jnp.arange(size))[None]
     counted = column >= jnp.maximum(index * size, skipped)
-    is_target = None if tokens is None else counted & (column == tokens[:, None])
+    is_target = jnp.zeros_like(counted)
+    if tokens is not None:
+        is_target = counted & (column == tokens[:, None])
     if used is not None:
         counted = counted & lax.dynamic_slice_in_dim(used, start, size)[None]
     return Chunk(start, matrix, jnp.where(counted, logits, MASK_VALUE), is_target)

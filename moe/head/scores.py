@@ -144,7 +144,7 @@ def is_argmax(
             maxima[1], target_logit
         )
 
-    empty = jnp.full(operands.tokens.shape, MASK_VALUE, jnp.float32)
+    empty = jnp.full(operands.x.shape[:1], MASK_VALUE, jnp.float32)
     empty = match_varying(empty, operands.x)
     maxima = fold_chunks(add, (empty, empty), operands.columns, chunking)
     highest, target_logit = (lax.pmax(logit, mesh.tp) for logit in maxima)
