@@ -53,7 +53,7 @@ from sharding.folding import FoldedMesh
 from sharding.sharded_jit import MeshJit
 
 Choices = Integer[Array, "batch time layer k"]
-Read = Callable[[Transformer[Array], Array, Batch[Array]], Any]
+Read = Callable[[Any, Any, Batch[Array]], Any]
 """(weights, last hidden states, rows) -> arrays with a row for each."""
 Pass = Callable[..., tuple[Any, Array | None]]
 """(scorer, weights, arrays with a row per sequence) -> its result, and the expert buffers'
@@ -460,7 +460,7 @@ def mark_replicated(tree, mesh: FoldedMesh):
 def _run_sharded(
     forward: Callable[..., tuple[Any, RouterStatistics[Array] | None]],
     scorer: Scorer,
-    weights: Transformer[Array],
+    weights: Any,
     *inputs: Array | None,
 ) -> tuple[Any, Array | None]:
     """Runs `forward` on each device, with the weights and arrays with a row per sequence. It
@@ -496,10 +496,10 @@ def _scoring_pass(*names: str, record_choices: bool = False) -> Pass:
     return score_rows
 
 
-def _reading_pass(read: Callable[[Scorer, Transformer[Array], Array, Batch[Array]], Any]) -> Pass:
+def _reading_pass(read: Callable[[Scorer, Any, Any, Batch[Array]], Any]) -> Pass:
     """Pass that returns what `read` computes from the last hidden states."""
 
-    def read_rows(scorer: Scorer, weights: Transformer[Array], tokens: Array, valid: Array) -> Any:
+    def read_rows(scorer: Scorer, weights: Any, tokens: Array, valid: Array) -> Any:
         def forward(weights, tokens, valid):
             return scorer.run(weights, (tokens, valid, None), partial(read, scorer))
 
@@ -537,9 +537,7 @@ values_of = RetryOnOverflow(_reading_pass(Scorer.values))
 """Critic values of all response tokens. Takes scorer, critic, tokens, valid."""
 
 
-def packed_scores(
-    scorer: Scorer, weights: Transformer[Array], batch: Batch[Array], bins: int
-) -> list[Array]:
+def packed_scores(scorer: Scorer, weights: Any, batch: Batch[Array], bins: int) -> list[Array]:
     """`Scorer.outputs` of the tokens in the mask, by passes over packed rows; all others get 0."""
     mesh = scorer.mesh
     # Only the arrays that the pass reads: rows move between devices on their way into bins.
@@ -564,7 +562,7 @@ def packed_scores(
 def _score_packed(
     scorer: Scorer,
     num_micro_batches: int,
-    weights: Transformer[Array],
+    weights: Any,
     rows: Batch[Array],
     passes: Array,
 ) -> tuple[tuple[Array, ...], Array | None]:
