@@ -225,7 +225,7 @@ class ResponseBuilder:
         if position.logprob is None:
             return None
         num_top = self._request.output.prompt_logprobs or 0
-        own = position.token, position.logprob, position.rank
+        actual = position.token, position.logprob, position.rank
         top = [(*pair, rank) for rank, pair in enumerate(position.top_logprobs[:num_top], start=1)]
         return {
             str(token): {
@@ -233,7 +233,7 @@ class ResponseBuilder:
                 "rank": rank,
                 "decoded_token": self._token_strings.string_of(token),
             }
-            for token, value, rank in (*top, own)
+            for token, value, rank in (*top, actual)
         }
 
     def _token_body(self) -> dict[str, Any]:

@@ -353,8 +353,8 @@ def _score_local(
             best, ids = lax.top_k(logits, top)
             total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
             top_tokens = TopTokens(ids.astype(jnp.int32), best - total)
-        own = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
-        ranks = 1 + jnp.sum(logits > own, axis=-1, dtype=jnp.int32)
+        logit = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
+        ranks = 1 + jnp.sum(logits > logit, axis=-1, dtype=jnp.int32)
         return PackedScores(logprobs_of(logits, tokens), ranks, top_tokens)
 
     chunks = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), local)

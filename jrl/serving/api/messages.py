@@ -60,14 +60,14 @@ def check_message(path: str, message: Any) -> Turn:
     # A refusal is what the assistant said in place of a content.
     content = message.get("content") or refusal or message.get("content")
     if isinstance(content, list):
-        content = content_of_parts(f"{path}.content", content)
+        content = joined_content(f"{path}.content", content)
     replaced = turn["role"] == "assistant" and any(map(turn.get, CONTENT_SUBSTITUTES))
     if not isinstance(content, str) and not (content is None and replaced):
         raise invalid_value(f"{path}.content", content, "a text, or a list of parts that are")
     return {**turn, "content": content}
 
 
-def content_of_parts(path: str, content: Any, types: Sequence[str] = TEXT_TYPES) -> str:
+def joined_content(path: str, content: Any, types: Sequence[str] = TEXT_TYPES) -> str:
     """The text of a content, which is a text or a list of parts of these types."""
     if isinstance(content, str):
         return content

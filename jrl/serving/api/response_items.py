@@ -47,13 +47,13 @@ class Item:
         return {"type": PARTS[self.kind], "text": self.text, **more}
 
     @property
-    def place(self) -> dict[str, Any]:
+    def location(self) -> dict[str, Any]:
         """Members of an event that name it."""
         return {"item_id": f"{IDS[self.kind]}_{self.id}", "output_index": self.index}
 
     def entry(self, begins: bool = False) -> dict[str, Any]:
         """The item as it is in an output, or at its beginning."""
-        item = {"id": self.place["item_id"], "type": self.kind, "status": self.status}
+        item = {"id": self.location["item_id"], "type": self.kind, "status": self.status}
         if self.call is not None:
             arguments = "" if begins else self.call.arguments
             return {**item, "call_id": self.call.id, "name": self.call.name, "arguments": arguments}
@@ -100,7 +100,7 @@ class ItemsBuilder(ResponseBuilder):
             self._begin(item)
             for end, name in (("delta", "delta"), ("done", "arguments")):
                 kind = f"response.function_call_arguments.{end}"
-                self._emit(kind, **item.place, **{name: call.arguments})
+                self._emit(kind, **item.location, **{name: call.arguments})
             self._end_last("completed")
 
     def _write(self, kind: Literal["reasoning", "message"], text: str) -> None:
@@ -117,8 +117,8 @@ class ItemsBuilder(ResponseBuilder):
         added = item.entry(begins=True)
         self._emit("response.output_item.added", output_index=item.index, item=added)
         if item.call is None:
-            place = {**item.place, "content_index": 0}
-            self._emit("response.content_part.added", **place, part=item.part)
+            location = {**item.location, "content_index": 0}
+            self._emit("response.content_part.added", **location, part=item.part)
 
     def _end_last(self, status: Status) -> None:
         """Ends the last item, if there is one that has not ended."""
@@ -128,14 +128,14 @@ class ItemsBuilder(ResponseBuilder):
         item.status = status
         if item.call is None:
             self._emit_text(item, "done", text=item.text)
-            place = {**item.place, "content_index": 0}
-            self._emit("response.content_part.done", **place, part=item.part)
+            location = {**item.location, "content_index": 0}
+            self._emit("response.content_part.done", **location, part=item.part)
         self._emit("response.output_item.done", output_index=item.index, item=item.entry())
 
     def _emit_text(self, item: Item, end: str, **text: str) -> None:
         more = {"logprobs": []} if item.kind == "message" else {}
         kind = f"response.{PARTS[item.kind]}.{end}"
-        self._emit(kind, **item.place, content_index=0, **text, **more)
+        self._emit(kind, **item.location, content_index=0, **text, **more)
 
     def _emit(self, kind: str, **content: Any) -> None:
         """Adds an event, if the response is a stream."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jrl.serving.api.fields import integer, invalid_argument, invalid_value
-from jrl.serving.api.messages import check_message, content_of_parts
+from jrl.serving.api.messages import check_message, joined_content
 from jrl.tasks.data.fields import short
 
 RENAMED = {"max_output_tokens": "max_tokens"}
@@ -188,7 +188,7 @@ class _Messages:
 
     def _add_output(self, path: str, fields: Mapping[str, Any]) -> None:
         identity = _identity(path, fields)
-        content = content_of_parts(f"{path}.output", fields.get("output"))
+        content = joined_content(f"{path}.output", fields.get("output"))
         message = {"role": "tool", "content": content, "tool_call_id": identity}
         name = fields.get("name") or self._names.get(identity)
         self.messages.append(message if name is None else {**message, "name": name})
@@ -204,8 +204,8 @@ def _identity(path: str, fields: Mapping[str, Any]) -> str:
 def _reasoning(path: str, fields: Mapping[str, Any]) -> str:
     """Text of an item of reasoning, or of its summary if it has none."""
     for name in ("content", "summary"):
-        if parts := fields.get(name):
-            return content_of_parts(f"{path}.{name}", parts, ("reasoning_text", "summary_text"))
+        if content := fields.get(name):
+            return joined_content(f"{path}.{name}", content, ("reasoning_text", "summary_text"))
     raise invalid_argument(
         path, f"{path} is reasoning that has no text, perhaps an encrypted one: leave it out."
     )

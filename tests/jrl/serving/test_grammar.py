@@ -243,7 +243,7 @@ def allows(constraint, tokenizer, text):
 
 
 @needs_library
-@pytest.mark.parametrize("more", [{}, {"min_tokens": 3}, {"n": 2}, {"stream": True}])
+@pytest.mark.parametrize("more", [{"min_tokens": 3, "n": 2}, {"stream": True}])
 def test_a_grammar_that_fails_in_a_row_is_an_error(more, tokenizer):
     """A limit of the library that only a generated text reaches."""
     schema = {"allOf": [optional(450, prefix) for prefix in "abc"]}
