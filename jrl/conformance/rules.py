@@ -50,7 +50,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Rule:
-    """A property, the trials of a case (none where it says nothing), and whether it is needed.
+    """A property, the trials of a case (none if it says nothing), and whether it is needed.
 
     What is not needed is what a caller may see to: that constants are detached, for example.
     """
@@ -156,7 +156,7 @@ def _poison(*values: float) -> Callable[[Case, tuple[str, ...]], Iterator[Trial]
 
 
 def hidden(case: Case, results: Results, value: float = np.nan) -> Results:
-    """Results with a value where the mask is false, but for gradients, which stay."""
+    """Results with a value under the mask; gradients stay."""
     if "mask" not in case.inputs:
         return results
     mask = case.inputs["mask"].astype(bool)
