@@ -1,10 +1,6 @@
 """What OpenRLHF computes, by the modules of `openrlhf.models.loss`."""
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import jrl
@@ -15,22 +11,8 @@ from benchmarks.agreement.batch import (
     Batch,
     Comparison,
 )
+from jrl.conformance.adapters.of_openrlhf import PolicyLoss, ValueLoss, compute_approx_kl
 
-
-def _make_importable() -> None:
-    """Puts an empty `openrlhf.models` in place, whose own code needs flash-attn and so a GPU."""
-    found = importlib.util.find_spec("openrlhf")
-    if found is None or found.submodule_search_locations is None:
-        raise ModuleNotFoundError("openrlhf is not installed: see benchmarks/README.md.")
-    package = ModuleType("openrlhf.models")
-    package.__path__ = [f"{found.submodule_search_locations[0]}/models"]
-    sys.modules["openrlhf.models"] = package
-
-
-_make_importable()
-PolicyLoss = importlib.import_module("openrlhf.models.loss").PolicyLoss
-ValueLoss = importlib.import_module("openrlhf.models.loss").ValueLoss
-compute_approx_kl = importlib.import_module("openrlhf.models.utils").compute_approx_kl
 SETTINGS = jrl.conventions(like="openrlhf")
 
 

@@ -1,16 +1,15 @@
 """What TRL computes, by the loss of `trl.GRPOTrainer`, given log-probabilities and no model."""
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
 import torch
-import trl
 from trl.trainer.utils import nanstd
 
 import jrl
 from benchmarks.agreement.batch import EXACT, PARTLY_FLOAT32, Batch, Comparison
+from jrl.conformance.adapters import of_trl as adapter
 
 SETTINGS = jrl.conventions(like="trl")
 LONGEST = 100
@@ -30,67 +29,25 @@ def trainer_loss(
     importance_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`GRPOTrainer._compute_loss` of a batch whose log-probabilities are known."""
-    rows, _ = batch.logprobs.shape
-    alone = SimpleNamespace(
-        num_processes=1,
-        gather=lambda x: x,
-        reduce=lambda x, reduction: x,
-        pad_across_processes=lambda x, dim, pad_index: x,
-    )
-    args = SimpleNamespace(
-        delta=delta,
-        use_bias_correction_kl=False,
-        steps_per_generation=1,
-        sapo_temperature_pos=1.0,
-        sapo_temperature_neg=1.05,
-        vespo_k_pos=2.0,
-        vespo_lambda_pos=3.0,
-        vespo_k_neg=3.0,
-        vespo_lambda_neg=2.0,
-    )
-    trainer = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (batch.logprobs, batch.entropy, None),
-        get_high_entropy_mask=lambda *a: trl.GRPOTrainer.get_high_entropy_mask(trainer, *a),
-        get_off_policy_mask=trl.GRPOTrainer.get_off_policy_mask,
-        get_gamma_weights=trl.GRPOTrainer.get_gamma_weights,
-        accelerator=alone,
-        args=args,
-        model=SimpleNamespace(training=True),
-        current_gradient_accumulation_steps=1,
-        max_completion_length=LONGEST,
-        aux_loss_enabled=False,
-        _entropy_bonus_enabled=False,
-        loss_type=loss_type,
+    return adapter.trainer_loss(
+        loss_type,
+        logprobs=batch.logprobs,
+        old_logprobs=batch.old_logprobs,
+        advantages=batch.row_advantages,
+        mask=batch.mask,
+        entropy=batch.entropy,
+        ref_logprobs=batch.ref_logprobs,
+        behaviour_logprobs=batch.behaviour_logprobs,
+        importance_weights=importance_weights,
+        longest=LONGEST,
+        arguments={"delta": delta},
         importance_sampling_level=level,
         epsilon_low=low,
         epsilon_high=high,
         beta=beta,
         off_policy_mask_threshold=max_divergence,
         top_entropy_quantile=top_entropy,
-        use_vllm=importance_weights is not None,
-        vllm_importance_sampling_correction=True,
-        _metrics={"train": _Discarded()},
     )
-    inputs = {
-        "prompt_ids": torch.zeros((rows, 1), dtype=torch.int64),
-        "prompt_mask": torch.ones((rows, 1), dtype=torch.int64),
-        "completion_ids": torch.zeros_like(batch.mask, dtype=torch.int64),
-        "completion_mask": batch.mask,
-        "advantages": batch.row_advantages,
-        "old_per_token_logps": batch.old_logprobs,
-        "ref_per_token_logps": batch.ref_logprobs,
-        "sampling_per_token_logps": batch.behaviour_logprobs,
-        "importance_sampling_ratio": importance_weights,
-        "num_items_in_batch": batch.mask.sum(),
-    }
-    return trl.GRPOTrainer._compute_loss(trainer, trainer.model, inputs)
-
-
-class _Discarded(dict):
-    """Metrics that nobody reads."""
-
-    def __missing__(self, key: str) -> list:
-        return []
 
 
 def comparisons() -> Iterator[Comparison]:

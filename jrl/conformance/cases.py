@@ -97,7 +97,8 @@ def cases(name: str) -> list[Case]:
 @cache
 def _usual(file: str) -> dict[str, Any]:
     """The values of the settings that a case does not name."""
-    return json.loads(USUAL.read_text(encoding="utf-8")).get(file, {})
+    values = json.loads(USUAL.read_text(encoding="utf-8")).get(file, {})
+    return {name: _setting(name, x) for name, x in values.items()}
 
 
 def _case(name: str, outputs: list[str], case: dict[str, Any], file: str, fixed: set[str]) -> Case:

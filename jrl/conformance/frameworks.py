@@ -20,7 +20,7 @@ QUICK = {
 }
 """Options of XLA for programs that run once."""
 TOGETHER = 12
-"""Signatures in one program: each compilation has a cost, and that of a long one grows faster."""
+"""Signatures in one program: compilation takes longer than in proportion to them."""
 
 
 class NotExpressed(Exception):

@@ -50,7 +50,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Rule:
-    """A property, the trials of a case (none where it says nothing), and whether it is needed.
+    """A property, the trials of a case (none if it says nothing), and whether it is needed.
 
     What is not needed is what a caller may see to: that constants are detached, for example.
     """
@@ -156,7 +156,7 @@ def _poison(*values: float) -> Callable[[Case, tuple[str, ...]], Iterator[Trial]
 
 
 def hidden(case: Case, results: Results, value: float = np.nan) -> Results:
-    """Results with a value where the mask is false, but for gradients, which stay."""
+    """Results with a value under the mask; gradients stay."""
     if "mask" not in case.inputs:
         return results
     mask = case.inputs["mask"].astype(bool)
@@ -251,13 +251,16 @@ def _single(case: Case, accepts: tuple[str, ...]) -> Iterator[Trial]:
     yield Trial([_cast(case, np.float32)], _unchanged, tolerance=SINGLE)
 
 
+def _rounded(x: np.ndarray) -> np.ndarray:
+    """Numbers that bfloat16 has: the upper half of the bits of a float32."""
+    bits = x.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+    return bits.view(np.float32)
+
+
 def _half(case: Case, accepts: tuple[str, ...]) -> Iterator[Trial]:
     if not all(isinstance(x, np.ndarray) and x.ndim for x in case.inputs.values()):
         return
-    # Quarters have seven bits and fewer: rounded to bfloat16 they are the same numbers.
-    rounded = {
-        name: np.round(4 * x) / 4 if x.dtype.kind == "f" else x for name, x in case.inputs.items()
-    }
+    rounded = {name: _rounded(x) if x.dtype.kind == "f" else x for name, x in case.inputs.items()}
     steps = {n: x for n, x in case.settings.items() if not isinstance(x, np.ndarray)}
     single = _cast(replace(case, inputs=rounded, settings=steps), np.float32)
     # A gradient by them has their own seven bits.

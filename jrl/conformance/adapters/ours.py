@@ -1,4 +1,4 @@
-"""The functions of jrl, whose names are those of the cases."""
+"""The functions of jrl, under the names of the cases."""
 
 from collections.abc import Callable, Iterator
 from functools import reduce

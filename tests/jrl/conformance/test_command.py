@@ -98,7 +98,7 @@ def test_named_settings_select_cases(name):
 
 
 def test_usual_settings_are_the_defaults_of_the_rows():
-    assert json.loads(USUAL.read_text()) == usual_settings()
+    assert json.loads(USUAL.read_text()) == json.loads(json.dumps(usual_settings()))
 
 
 def test_quantities_are_the_files():
