@@ -108,23 +108,24 @@ class UnstackedPolicy(Generic[Leaf]):
     rest: Transformer[Leaf]
     experts: Experts[Leaf] | None = None
 
-    def with_experts(self) -> tuple[Layer[Leaf], ...]:
-        """Layers with the matrices of their experts. In the loop of decode steps, or the loop
-        would carry copies of the matrices."""
-        if self.experts is None:
-            return self.layers
-        num_routed = self.experts.down.shape[0]
-        dense, routed = self.layers[:-num_routed], self.layers[-num_routed:]
-        layers = [*dense]
-        for index, layer in enumerate(routed):
-            assert layer.experts is not None
-            gate_up, down = (
-                jax.lax.index_in_dim(matrices, index, keepdims=False)
-                for matrices in (self.experts.gate_up, self.experts.down)
-            )
-            experts = replace(layer.experts, gate_up=gate_up, down=down)
-            layers.append(replace(layer, experts=experts))
-        return tuple(layers)
+
+def layers_with_experts(policy: UnstackedPolicy[Array]) -> tuple[Layer[Array], ...]:
+    """Layers with the matrices of their experts. Called in the loop of decode steps, or the loop
+    would carry copies of the matrices."""
+    if policy.experts is None:
+        return policy.layers
+    num_routed = policy.experts.down.shape[0]
+    dense, routed = policy.layers[:-num_routed], policy.layers[-num_routed:]
+    layers = [*dense]
+    for index, layer in enumerate(routed):
+        assert layer.experts is not None
+        gate_up, down = (
+            jax.lax.index_in_dim(matrices, index, keepdims=False)
+            for matrices in (policy.experts.gate_up, policy.experts.down)
+        )
+        experts = replace(layer.experts, gate_up=gate_up, down=down)
+        layers.append(replace(layer, experts=experts))
+    return tuple(layers)
 
 
 def unstack(
@@ -286,7 +287,7 @@ def _advance_local(
         tokens = jnp.take_along_axis(rows.tokens, last[:, None], axis=1)[:, 0]
         inputs = StepTokens(tokens, last, loop.live)
         logits, cache, choices = decode_step(
-            policy.with_experts(),
+            layers_with_experts(policy),
             policy.rest,
             loop.cache,
             inputs,

@@ -12,7 +12,13 @@ from policies import CONFIG, EOS, PAD, Asked, decode
 from tiers import full_but
 
 from jrl.rollout.decoding import mesh_backend
-from jrl.rollout.decoding.mesh_backend import Advanced, StepLimits, advance, unstack_policy
+from jrl.rollout.decoding.mesh_backend import (
+    Advanced,
+    StepLimits,
+    advance,
+    layers_with_experts,
+    unstack_policy,
+)
 from jrl.rollout.decoding.slots import Decoder, SamplerState, abstract_pool
 from jrl.rollout.sampling import Sampling
 from jrl.trainer.setup.memory import unstacked_bytes
@@ -129,7 +135,7 @@ def test_unstack_policy_on_gpu_copies_all_but_expert_matrices(on_gpu):
     assert copied == unstacked_bytes(model, is_stored=True)
     unrolled = replace(config, execution=Execution(scan_layers=False))
     expected = split_layer_groups(weights, unrolled)
-    chex.assert_trees_all_equal(policy.with_experts(), expected)
+    chex.assert_trees_all_equal(layers_with_experts(policy), expected)
 
 
 def counting(config):
