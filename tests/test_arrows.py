@@ -38,7 +38,7 @@ asked for."""
 FORBIDDEN = {"campaign", "experiments", "benchmarks", "tests", "notebooks"}
 """What no room imports, unless it is the room."""
 
-SHARED = ("__init__", "checks", "command_line", "completion", "setting")
+SHARED = ("__init__", "checks", "command_line", "completion", "program", "setting")
 """Files beside the rooms of jrl that lie below all of them."""
 COMMANDS = (
     *sorted(f"jrl.{path.stem}" for path in (ROOT / "jrl").glob("*.py") if path.stem not in SHARED),
