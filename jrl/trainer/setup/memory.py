@@ -18,6 +18,7 @@ from jrl.trainer.learner.learner import abstract_state, keeps_masters
 from jrl.trainer.scoring import num_micro_batches
 from jrl.trainer.setup.geometry import MAX_SLOTS, Geometry
 from jrl.trainer.setup.plan_inputs import planner_args
+from jrl.trainer.setup.process_memory import process_memory
 from jrl.trainer.setup.setup import MIN_PREFILL_PROMPTS, Setup
 from moe import placement
 from moe.adapters import is_adapted, select_frozen, select_trained
@@ -38,13 +39,7 @@ from moe.planner.memory import (
 )
 from moe.planner.method import for_weights
 from moe.router.routing import choices_dtype
-from moe.weights import (
-    Transformer,
-    cast_shapes,
-    shapes,
-    table,
-    without_layers,
-)
+from moe.weights import Transformer, cast_shapes, shapes, table, without_layers
 from sharding.folding import FoldedMesh
 from sharding.schedule import Schedule
 from sharding.zero import ShardDim
@@ -239,19 +234,8 @@ def run_memory(setup: Setup) -> RunMemory:
         phases["warm start"] = {GRADIENTS: all_gradients, **passed}
     if mesh.platform == "cpu":
         rows["copy for a checkpoint"] = _checkpoint_bytes(setup)
-        num_devices = max(len(local_devices(mesh)), 1)
-        rows[PROCESS] = PROCESS_BYTES // num_devices
-        if setup.run.checkpoint is not None and setup.run.tokenizer is None:
-            rows[TOKENIZER] = TOKEN_BYTES * setup.tokenizer.vocab_size // num_devices
+        rows |= process_memory(setup)
     return RunMemory(rows, phases)
-
-
-TOKENIZER, TOKEN_BYTES = "tokenizer", 900
-"""Row of a checkpoint's tokenizer in the process, and its bytes for each token: entries of a Python
-dict and of the pipeline's own table, 0.8 kB of SmolLM2's 49,152 and 0.9 kB of Gemma's 262,144."""
-PROCESS, PROCESS_BYTES = "programs and libraries", 850 << 20
-"""Row of a process on a CPU beside its arrays (Python, JAX, the compiler and its programs), and its
-bytes, which its devices share."""
 
 
 def _update_bytes(setup: Setup, rows: int, shares_prompts: bool = True) -> dict[str, int]:
