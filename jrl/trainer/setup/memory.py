@@ -15,10 +15,10 @@ from jrl.rollout.decoding.expert_balancer import first_placement
 from jrl.rollout.device_memory import device_memory, local_devices
 from jrl.rollout.packing import bin_length
 from jrl.trainer.learner.learner import abstract_state, keeps_masters
+from jrl.trainer.resources import process_memory
 from jrl.trainer.scoring import num_micro_batches
 from jrl.trainer.setup.geometry import MAX_SLOTS, Geometry
 from jrl.trainer.setup.plan_inputs import planner_args
-from jrl.trainer.setup.process_memory import process_memory
 from jrl.trainer.setup.setup import MIN_PREFILL_PROMPTS, Setup
 from moe import placement
 from moe.adapters import is_adapted, select_frozen, select_trained
@@ -47,11 +47,8 @@ from sharding.zero import ShardDim
 LOGITS, STAGE_INPUTS = "logits of a forward pass", "stored inputs of a stage"
 GRADIENTS_SENT = "gradient sent in bfloat16"
 DECODE_PARTIALS = "decode attention partials"
-KV_CACHE, UNSTACKED, ROLLOUT_POLICY = (
-    "key/value cache",
-    "unstacked weights to sample",
-    "rollout policy",
-)
+KV_CACHE, ROLLOUT_POLICY = "key/value cache", "rollout policy"
+UNSTACKED = "unstacked weights to sample"
 GATHERED, GRADIENTS = "weights gathered for scoring", "gradients"
 POLICY, WEIGHTS = "policy", "weights"
 ACTIVATIONS, WORKSPACE = "activations", "workspace (layer + logits)"
@@ -234,7 +231,9 @@ def run_memory(setup: Setup) -> RunMemory:
         phases["warm start"] = {GRADIENTS: all_gradients, **passed}
     if mesh.platform == "cpu":
         rows["copy for a checkpoint"] = _checkpoint_bytes(setup)
-        rows |= process_memory(setup)
+        published = setup.run.checkpoint is not None and setup.run.tokenizer is None
+        num_tokens = setup.tokenizer.vocab_size if published else 0
+        rows |= process_memory(len(local_devices(mesh)), num_tokens)
     return RunMemory(rows, phases)
 
 

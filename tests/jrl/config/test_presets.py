@@ -9,9 +9,9 @@ from places import ROOT
 
 from jrl.config.flags import parse_arguments
 from jrl.config.settings_file import PRESETS
+from jrl.trainer.resources import PROCESS, TOKENIZER
 from jrl.trainer.setup.fit import fit
 from jrl.trainer.setup.memory import RunMemory, run_memory
-from jrl.trainer.setup.process_memory import PROCESS, TOKENIZER
 from jrl.trainer.setup.setup import build_setup
 
 NAMES = sorted(path.stem for path in PRESETS.glob("*gb.yaml"))
