@@ -14,7 +14,7 @@ OPTION = "_name_or_path"
 HUB = "https://huggingface.co/"
 CARD = "README.md"
 LICENSE_KEYS = ("license", "license_name", "license_link")
-"""Keys of the license in the head of a card; in GGUF general.license, .license.name and .license.link."""
+"""Keys of the license in the head of a card; in GGUF they begin with general."""
 
 
 def base_name(stated: str | None, model: str, options: Mapping[str, Any]) -> str:
