@@ -26,9 +26,8 @@ from jrl.command_line import exit_status, parse_flags, start_jax
 from jrl.config.files import run_of
 from jrl.config.run import RunConfig
 from jrl.program import program
-from jrl.published.base_name import base_name
+from jrl.published.base_name import CARD, base_name
 from jrl.published.hub import check_target, push
-from jrl.published.license import CARD
 from jrl.runs.folder import RunFolder
 from jrl.text.load import load_tokenizer
 from jrl.text.tokenizer import Tokenizer

@@ -36,7 +36,7 @@ from jrl.processes.coordinator import exit_without_waiting, process_id
 from jrl.processes.stopping import DRAINED, INTERRUPTED, UNSUPERVISED, Supervisor
 from jrl.processes.watchdog import jax_heartbeat
 from jrl.program import program
-from jrl.published.license import license_in, write_license
+from jrl.published.base_name import license_in, write_license
 from jrl.report.evaluation import summarize_run
 from jrl.runs import provenance, records
 from jrl.runs.folder import RunFolder, next_run_path

@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from jrl.published.base_name import OPTION, name_in_gguf
+from jrl.published.base_name import OPTION, license_in_gguf, name_in_gguf, write_license
 from jrl.published.gguf_file import GgufFile
 from jrl.published.gguf_options import config_options
 from jrl.published.gguf_tokenizer import tokenizer_files
-from jrl.published.license import license_in_gguf, write_license
 from moe.huggingface.checkpoint import INDEX, write_json, write_tensors
 from moe.huggingface.configuration import read_config
 from moe.huggingface.tensors import tensors_of

@@ -14,12 +14,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jrl.published.base_name import HUB, is_hub_name
+from jrl.published.base_name import HUB, gguf_license, is_hub_name
 from jrl.published.gguf import EXPERT, in_file_order
 from jrl.published.gguf_file import GgufFile
 from jrl.published.gguf_options import FAMILIES, config_options, llama3_divisors
 from jrl.published.gguf_vocabulary import check_vocabulary, vocabulary_metadata
-from jrl.published.license import gguf_license
 from moe.config import ModelConfig
 from moe.huggingface.checkpoint import open_tensors, write_json
 from moe.huggingface.configuration import options_from, read_config

@@ -11,6 +11,12 @@ from jrl.runs.records import read_metrics
 
 MINUTES, PROCESS_MEMORY = "perf/run_minutes", "perf/process_memory_gb"
 DEVICE_MEMORY = "perf/max_memory_allocated_gb"
+TOKENIZER, TOKEN_BYTES = "tokenizer", 900
+"""Row of a checkpoint's tokenizer in the process, and its bytes for each token: entries of a Python
+dict and of the pipeline's own table, 0.8 kB of SmolLM2's 49,152 and 0.9 kB of Gemma's 262,144."""
+PROCESS, PROCESS_BYTES = "programs and libraries", 850 << 20
+"""Row of a process on a CPU beside its arrays (Python, JAX, the compiler and its programs), and its
+bytes, which its devices share."""
 
 
 class Resources:
@@ -41,3 +47,13 @@ def resident_memory(proc: Path = Path("/proc")) -> int | None:
         return int((proc / "self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError, AttributeError):
         return None
+
+
+def process_memory(num_devices: int, num_tokens: int) -> dict[str, int]:
+    """Predicted bytes of a process on a CPU beside its arrays, by kind, for each of its devices.
+
+    Args:
+      num_tokens: of a checkpoint's tokenizer; 0 if the run has its own.
+    """
+    sizes = {PROCESS: PROCESS_BYTES, TOKENIZER: TOKEN_BYTES * num_tokens}
+    return {name: size // max(num_devices, 1) for name, size in sizes.items() if size}

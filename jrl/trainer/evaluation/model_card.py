@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from jrl.published.base_name import is_hub_name
-from jrl.published.license import license_in
+from jrl.published.base_name import is_hub_name, license_in
 from jrl.runs.folder import RunFolder
 
 LOADING = {

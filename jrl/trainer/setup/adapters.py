@@ -9,8 +9,7 @@ from jrl.checks import flag
 from jrl.config.run import RunConfig
 from jrl.processes.agreement import RaiseInAllProcesses, is_main_process, to_host
 from jrl.published.adapters import open_adapters
-from jrl.published.base_name import base_name, note_on_base
-from jrl.published.license import CARD
+from jrl.published.base_name import CARD, base_name, note_on_base
 from jrl.runs import records
 from jrl.runs.folder import RunFolder
 from jrl.text.checkpoint_files import checkpoint_files, read_object

@@ -15,6 +15,7 @@ from jrl.rollout.decoding.mesh_backend import unstack
 from jrl.rollout.packing import bin_length
 from jrl.trainer.learner.learner import abstract_state, keeps_masters
 from jrl.trainer.learner.teacher import DivergenceScorer
+from jrl.trainer.resources import process_memory
 from jrl.trainer.scoring import num_micro_batches
 from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.plan_inputs import planner_args
@@ -45,11 +46,8 @@ from sharding.zero import ShardDim
 LOGITS, STAGE_INPUTS = "logits of a forward pass", "stored inputs of a stage"
 GRADIENTS_SENT = "gradient sent in bfloat16"
 DECODE_PARTIALS = "decode attention partials"
-KV_CACHE, UNSTACKED, ROLLOUT_POLICY = (
-    "key/value cache",
-    "unstacked weights to sample",
-    "rollout policy",
-)
+KV_CACHE, ROLLOUT_POLICY = "key/value cache", "rollout policy"
+UNSTACKED = "unstacked weights to sample"
 GATHERED, GRADIENTS = "weights gathered for scoring", "gradients"
 POLICY, WEIGHTS = "policy", "weights"
 ACTIVATIONS, WORKSPACE = "activations", "workspace (layer + logits)"
@@ -240,19 +238,10 @@ def run_memory(setup: Setup) -> RunMemory:
         phases["warm start"] = {GRADIENTS: all_gradients, **passed}
     if mesh.platform == "cpu":
         rows["copy for a checkpoint"] = _checkpoint_bytes(setup)
-        num_devices = max(len(local_devices(mesh)), 1)
-        rows[PROCESS] = PROCESS_BYTES // num_devices
-        if setup.run.checkpoint is not None and setup.run.tokenizer is None:
-            rows[TOKENIZER] = TOKEN_BYTES * setup.tokenizer.vocab_size // num_devices
+        published = setup.run.checkpoint is not None and setup.run.tokenizer is None
+        num_tokens = setup.tokenizer.vocab_size if published else 0
+        rows |= process_memory(len(local_devices(mesh)), num_tokens)
     return RunMemory(rows, phases)
-
-
-TOKENIZER, TOKEN_BYTES = "tokenizer", 900
-"""Row of a checkpoint's tokenizer in the process, and its bytes for each token: entries of a Python
-dict and of the pipeline's own table, 0.8 kB of SmolLM2's 49,152 and 0.9 kB of Gemma's 262,144."""
-PROCESS, PROCESS_BYTES = "programs and libraries", 850 << 20
-"""Row of a process on a CPU beside its arrays (Python, JAX, the compiler and its programs), and its
-bytes, which its devices share."""
 
 
 def _update_bytes(setup: Setup, rows: int, shares_prompts: bool = True) -> dict[str, int]:

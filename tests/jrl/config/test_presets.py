@@ -9,12 +9,13 @@ from places import ROOT
 
 from jrl.config.flags import parse_arguments
 from jrl.config.settings_file import PRESETS
+from jrl.trainer.resources import PROCESS, TOKENIZER
 from jrl.trainer.setup.fit import fit
-from jrl.trainer.setup.memory import PROCESS, RunMemory, run_memory
+from jrl.trainer.setup.memory import RunMemory, run_memory
 from jrl.trainer.setup.setup import build_setup
 
 NAMES = sorted(path.stem for path in PRESETS.glob("*gb.yaml"))
-ON_THE_HOST = (PROCESS, "copy for a checkpoint", "checkpoint")
+ON_THE_HOST = (PROCESS, TOKENIZER, "copy for a checkpoint", "checkpoint")
 """Rows and phases of a CPU that take no memory of an accelerator."""
 QWEN = {"vocab_size": 151936, "tie_word_embeddings": True, "rope_theta": 1e6}
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "tie_word_embeddings": True}

@@ -10,12 +10,12 @@ from programs import random_weights
 from safetensors.numpy import load_file
 from test_gguf import COMMON, KINDS
 
+from jrl.published.base_name import license_in, write_license
 from jrl.published.gguf import convert
 from jrl.published.gguf_file import GgufFile
 from jrl.published.gguf_tokenizer import tokenizer_files
 from jrl.published.gguf_vocabulary import check_vocabulary, vocabulary_metadata
 from jrl.published.gguf_writer import Description, write_gguf
-from jrl.published.license import license_in, write_license
 from jrl.text.json_tokenizer import checkpoint_tokenizer
 from moe import huggingface
 

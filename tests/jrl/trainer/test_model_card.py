@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jrl.published.license import license_in, write_license
+from jrl.published.base_name import license_in, write_license
 from jrl.runs.folder import RunFolder
 from jrl.trainer.evaluation.model_card import CardSubject, model_card
 
