@@ -49,9 +49,6 @@ def lowered():
     ("d_model", "name", "changes", "updates"),
     [
         (22, "grpo", {}, 2),
-        (24, "ppo", {}, 3),
-        (26, "grpo", {"kl_coef": 0.1, "old_logprobs": "recompute"}, 2),
-        (28, "dapo", {"router_replay": "R2", "temperature": 0.9}, 2),
     ],
 )
 def test_a_run_calls_all_programs_that_were_compiled_ahead(
