@@ -197,13 +197,16 @@ class DeviceJit(Generic[Params, Result]):
 
 
 def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """Structure of arguments, static ones, and shape, dtype and sharding of arrays."""
+    """Structure of arguments, static ones, and shape, dtype and placement of arrays."""
 
     def describe(leaf: Any) -> Hashable:
         if isinstance(leaf, Tracer):
             return type(leaf)
         if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-            return leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding
+            # Of each device, as JAX compares shardings: P("tp") is P() on an axis of one device.
+            parts = leaf.sharding.devices_indices_map(leaf.shape)
+            places = tuple((device.id, str(part)) for device, part in parts.items())
+            return leaf.shape, leaf.dtype, leaf.weak_type, places
         return leaf if isinstance(leaf, Hashable) else type(leaf)
 
     leaves, structure = jax.tree.flatten((args, kwargs))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jrl.processes.agreement import is_multiprocess
-from jrl.recipes.base.batch import CRITIC, Batch, over_rows
+from jrl.recipes.base.batch import Batch, over_rows
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.programs import Program, programs_of
@@ -22,9 +22,8 @@ from jrl.trainer.evaluation.evaluate import heldout_examples
 from jrl.trainer.learner.update import update
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.state import abstract_learner
-from jrl.trainer.step import ROLES, with_targets
+from jrl.trainer.step import with_targets
 from jrl.trainer.supervised import unseen_prompts
-from moe.router.routing import choices_dtype
 
 THREADS = 2
 """Programs that are compiled at a time: XLA compiles one with little more than a core."""
@@ -101,10 +100,13 @@ def _imitation(setup: Setup) -> Program:
 
 
 def _updates(setup: Setup) -> Iterator[Program]:
-    """Updates of a step, if their shapes do not depend on the completions."""
+    """Update of a step of a run that trains the policy alone, if its shapes do not depend on the
+    completions."""
     networks, recipe = setup.networks, setup.recipe
     depends = networks.packs or has_environments(setup.task) or recipe.uses_statistics
     depends |= recipe.uses_teacher or not recipe.has_complete_groups
+    if networks.critic is not None or recipe.router_replay is not None:
+        return
     if depends or networks.ahead_spec is not None:
         return
     batch = _prepared(setup)
@@ -117,26 +119,17 @@ def _updates(setup: Setup) -> Iterator[Program]:
         ),
         batch,
     )
-    for role in ROLES.values():
-        if (network := networks.trained.get(role)) is None:
-            continue
-        is_masked = role == CRITIC and rows.critic_mask is not None
-        given = replace(rows, mask=rows.critic_mask) if is_masked else rows
-        yield update, network.update_args(abstract_learner(network), given)
+    yield update, networks.policy.update_args(abstract_learner(networks.policy), rows)
 
 
 def _prepared(setup: Setup) -> Batch[Any]:
     """Shapes and dtypes of the batch of a step that `jrl.trainer.step.prepare` returns."""
-    recipe, networks, config = setup.recipe, setup.networks, setup.model
+    recipe, networks = setup.recipe, setup.networks
     batch = _rows_of(setup, recipe.completions)
     tokens = batch.tokens.shape
     per_token = jax.ShapeDtypeStruct(tokens, jnp.float32)
     flag = jax.ShapeDtypeStruct(tokens[:1], jnp.bool_)
     number = jax.ShapeDtypeStruct(tokens[:1], jnp.int32)
-    choices = None
-    if recipe.router_replay is not None:
-        shape = (*tokens, config.num_expert_layers, config.experts_per_token)
-        choices = jax.ShapeDtypeStruct(shape, choices_dtype(config.num_experts))
     batch = replace(
         batch,
         behaviour_logprobs=per_token,
@@ -147,9 +140,7 @@ def _prepared(setup: Setup) -> Batch[Any]:
         lengths=number,
         rewards=jax.ShapeDtypeStruct(tokens[:1], jnp.float32),
         correct=flag,
-        old_values=None if networks.critic is None else per_token,
         logprobs=dict.fromkeys(networks.frozen, per_token),
-        choices=choices,
     )
     rescored = per_token if recipe.rescores else None
     return jax.eval_shape(lambda *args: with_targets(recipe, *args)[0], batch, rescored)

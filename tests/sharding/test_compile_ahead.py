@@ -25,7 +25,9 @@ def array(value=1.0):
 
 
 def abstract(shape=SHAPE):
-    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding())
+    # Equivalent to the sharding of `array`, with another spec.
+    other = NamedSharding(mesh_of("dp1").mesh, PartitionSpec("dp", None))
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=other)
 
 
 def counted(static=lambda: None):
