@@ -75,7 +75,7 @@ def named(result: Any, outputs: Sequence[str]) -> dict[str, Any]:
     """What a function returns by the names of the file: an array, a tuple, a mapping, a record."""
     if isinstance(result, Mapping):
         found = {name: result[name] for name in outputs if name in result}
-    elif all(hasattr(result, name) for name in outputs):
+    elif not hasattr(result, "shape") and all(hasattr(result, name) for name in outputs):
         found = {name: getattr(result, name) for name in outputs}
     else:
         several = result if isinstance(result, tuple | list) else [result]

@@ -19,8 +19,8 @@ BY_GROUP = (
     "token_level_group_average",
 )
 """Advantages that depend on the responses to the same prompt alone."""
-OF_THE_BATCH = ("clip_cov_loss", "kl_cov_loss")
-"""Losses that choose tokens of the whole batch, of which pieces are other batches."""
+OF_THE_BATCH = ("clip_cov_loss", "kl_cov_loss", "positive_example_loss")
+"""Losses that choose tokens of the whole batch, or that count those of some rows alone."""
 CONSTANTS = ("old_logprobs", "advantages", "old_values", "returns", "signal", "importance_weights")
 """Inputs that carry no gradient."""
 SINGLE = 1e-4
