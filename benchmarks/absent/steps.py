@@ -80,7 +80,7 @@ def prompts_of_prefill(step: Step, dp: int, max_tokens: int | None = None) -> in
     Args:
       max_tokens: bound of the backend, `jrl.rollout.decoding.mesh_backend.MeshBackend`.
     """
-    from jrl.rollout.decoding.sizes import ROLLOUTS
+    from jrl.rollout.decoding.scheduling.sizes import ROLLOUTS
 
     most = ROLLOUTS.prefill_tokens
     tokens = most if max_tokens is None else min(most, max_tokens)

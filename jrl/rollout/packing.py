@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices, to_host
 from jrl.recipes.base.batch import Batch, over_rows, take_rows
-from jrl.rollout.decoding.scheduler import first_fit
+from jrl.rollout.decoding.scheduling.scheduler import first_fit
 from moe.disaggregated.balance import pack
 from moe.ops.zigzag import ZigzagLayout
 from sharding.folding import FoldedMesh

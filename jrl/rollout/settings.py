@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from jrl.checks import flag
-from jrl.rollout.decoding.sizes import ROLLOUTS
+from jrl.rollout.decoding.scheduling.sizes import ROLLOUTS
 from jrl.setting import setting
 
 

@@ -10,7 +10,7 @@ from served import numbers
 from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.packed_prompts import PromptScores
 from jrl.rollout.decoding.requests import StreamChunk
-from jrl.rollout.decoding.scheduler import SlotScheduler
+from jrl.rollout.decoding.scheduling.scheduler import SlotScheduler
 from jrl.rollout.decoding.slots import TopTokens
 from jrl.serving.application import FrontEnd
 from jrl.serving.metrics import Metrics

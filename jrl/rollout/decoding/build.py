@@ -4,7 +4,7 @@ from jaxtyping import Array
 
 from jrl.rollout.decoding.engine import Backend, Engine
 from jrl.rollout.decoding.mesh_backend import MeshBackend
-from jrl.rollout.decoding.sizes import ROLLOUTS, EnginePolicy
+from jrl.rollout.decoding.scheduling.sizes import ROLLOUTS, EnginePolicy
 from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.decoding.split_backend import DeviceSplit, SplitBackend
 from jrl.text.tokenizer import Tokenizer

@@ -12,7 +12,6 @@ from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices, to_host
 from jrl.processes.progress import heartbeat
 from jrl.recipes.base.batch import replicated
-from jrl.rollout.decoding.cache_size import CacheSize, length_of
 from jrl.rollout.decoding.extension import admit_extensions
 from jrl.rollout.decoding.mesh_backend import MeshBackend, StepLimits
 from jrl.rollout.decoding.packed_prompts import (
@@ -23,7 +22,6 @@ from jrl.rollout.decoding.packed_prompts import (
     score_prompts,
 )
 from jrl.rollout.decoding.prefill import AdmissionArrays, make_admission
-from jrl.rollout.decoding.prefix_cache import Extension
 from jrl.rollout.decoding.protocol import Usage
 from jrl.rollout.decoding.requests import (
     Finish,
@@ -33,13 +31,15 @@ from jrl.rollout.decoding.requests import (
     make_chunk,
     read_sampled,
 )
-from jrl.rollout.decoding.scheduler import (
+from jrl.rollout.decoding.scheduling.cache_size import CacheSize, length_of
+from jrl.rollout.decoding.scheduling.prefix_cache import Extension
+from jrl.rollout.decoding.scheduling.scheduler import (
     REFILL_DIVISOR,
     AdmissionPlan,
     SlotScheduler,
     plan_unpacked_rows,
 )
-from jrl.rollout.decoding.sizes import (
+from jrl.rollout.decoding.scheduling.sizes import (
     ROLLOUTS,
     EnginePolicy,
     bucket,

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 from jrl.processes.agreement import to_devices
 from jrl.rollout.decoding.mesh_backend import MeshBackend, UnstackedPolicy, policy_specs
 from jrl.rollout.decoding.prefill import AdmissionArrays, place_rows
-from jrl.rollout.decoding.prefix_cache import Extension
+from jrl.rollout.decoding.scheduling.prefix_cache import Extension
 from jrl.rollout.decoding.slots import (
     Decoder,
     SlotPool,

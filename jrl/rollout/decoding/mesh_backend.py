@@ -30,7 +30,7 @@ from jrl.rollout.decoding.packed_prompts import (
     score_packed,
 )
 from jrl.rollout.decoding.prefill import AdmissionArrays, admit, admit_prefilled
-from jrl.rollout.decoding.scheduler import ChooseSlot
+from jrl.rollout.decoding.scheduling.scheduler import ChooseSlot
 from jrl.rollout.decoding.slots import (
     Decoder,
     SamplerState,

@@ -19,8 +19,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from jrl.rollout.decoding.scheduler import AdmissionPlan, first_fit
-from jrl.rollout.decoding.sizes import row_count, shared_width, single_row_widths
+from jrl.rollout.decoding.scheduling.scheduler import AdmissionPlan, first_fit
+from jrl.rollout.decoding.scheduling.sizes import row_count, shared_width, single_row_widths
 from jrl.rollout.decoding.slots import Decoder, TopTokens, cache_specs, over_slots, prefilled_specs
 from jrl.rollout.sampling import logprobs_of
 from moe.cache import KEY_COLUMN, ROW, VALUE_COLUMN, Cache, cache_of, over_columns
@@ -285,7 +285,7 @@ def score_prompts(
     Args:
       run: runs packed rows on the devices, with or without top tokens.
       prompts: ids of each, none longer than the last of `widths`.
-      widths: allowed widths of rows (`jrl.rollout.decoding.sizes.row_widths`).
+      widths: allowed widths of rows (`jrl.rollout.decoding.scheduling.sizes.row_widths`).
       ranks: ranks that share the rows.
     """
     plan, placed = AdmissionPlan([[] for _ in range(ranks)]), list[tuple[int, int]]()

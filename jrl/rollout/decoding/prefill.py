@@ -11,7 +11,7 @@ from flax import struct
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from jrl.rollout.decoding.scheduler import AdmissionPlan
+from jrl.rollout.decoding.scheduling.scheduler import AdmissionPlan
 from jrl.rollout.decoding.slots import (
     Decoder,
     SamplerState,

@@ -21,8 +21,8 @@ from jrl.recipes.base.batch import replicated
 from jrl.rollout.decoding.expert_balancer import ExpertBalancer
 from jrl.rollout.decoding.mesh_backend import Advanced, StepLimits
 from jrl.rollout.decoding.prefill import AdmissionArrays, admit_prefilled
-from jrl.rollout.decoding.scheduler import ChooseSlot
-from jrl.rollout.decoding.sizes import bucket
+from jrl.rollout.decoding.scheduling.scheduler import ChooseSlot
+from jrl.rollout.decoding.scheduling.sizes import bucket
 from jrl.rollout.decoding.slots import (
     Decoder,
     SamplerState,

@@ -18,7 +18,7 @@ from jrl.published.network import open_checkpoint
 from jrl.rollout.decoding.build import build_engine
 from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.expert_balancer import first_placement
-from jrl.rollout.decoding.sizes import SERVING
+from jrl.rollout.decoding.scheduling.sizes import SERVING
 from jrl.rollout.decoding.slots import ranks
 from jrl.rollout.decoding.split_backend import DeviceSplit
 from jrl.rollout.resharding import rollout_layout, rollout_mesh

@@ -25,7 +25,7 @@ from jrl.rollout.decoding.build import build_engine
 from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.expert_balancer import first_placement
 from jrl.rollout.decoding.protocol import RolloutEngine
-from jrl.rollout.decoding.sizes import ROLLOUTS
+from jrl.rollout.decoding.scheduling.sizes import ROLLOUTS
 from jrl.rollout.decoding.split_backend import DeviceSplit
 from jrl.rollout.resharding import rollout_mesh, separate_rollout_mesh, split_mesh
 from jrl.rollout.sampler import Sampler

@@ -18,7 +18,7 @@ from jrl.rollout.decoding import mesh_backend
 from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.mesh_backend import MeshBackend
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.decoding.sizes import SERVING
+from jrl.rollout.decoding.scheduling.sizes import SERVING
 from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.sampling import GREEDY, RequestSampling, row_keys, sample_rows, stack_sampling
 

@@ -14,7 +14,7 @@ from tiers import full_but
 
 from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.mesh_backend import MeshBackend
-from jrl.rollout.decoding.sizes import SERVING
+from jrl.rollout.decoding.scheduling.sizes import SERVING
 from jrl.rollout.decoding.slots import Decoder
 from jrl.serve import ServeOptions, build_service
 from jrl.serving.metrics import NoMetrics

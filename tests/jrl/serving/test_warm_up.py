@@ -10,11 +10,12 @@ import pytest
 from policies import CONFIG, PAD, STOPS, Asked, weights
 
 from jrl.rollout.adjustments import Adjustments
-from jrl.rollout.decoding import packed_prompts, scheduler, sizes
+from jrl.rollout.decoding import packed_prompts
 from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.mesh_backend import MeshBackend
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.decoding.sizes import SERVING
+from jrl.rollout.decoding.scheduling import scheduler, sizes
+from jrl.rollout.decoding.scheduling.sizes import SERVING
 from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.decoding.split_backend import DeviceSplit, SplitBackend
 from jrl.rollout.sampling import GREEDY, RequestSampling

@@ -22,10 +22,11 @@ from policies import (
     weights,
 )
 
-from jrl.rollout.decoding import mesh_backend, sizes
+from jrl.rollout.decoding import mesh_backend
 from jrl.rollout.decoding.mesh_backend import advance
 from jrl.rollout.decoding.prefill import admit
 from jrl.rollout.decoding.requests import Request
+from jrl.rollout.decoding.scheduling import sizes
 from jrl.rollout.sampling import GREEDY, Sampling
 from moe.cache import over_columns
 from moe.config import GatedDeltaNet, Model

@@ -3,7 +3,7 @@
 import numpy as np
 
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.decoding.scheduler import SlotScheduler
+from jrl.rollout.decoding.scheduling.scheduler import SlotScheduler
 from jrl.rollout.decoding.split_backend import LightestMicroBatch
 from moe.disaggregated.schedule import AttentionTime
 

@@ -13,8 +13,13 @@ from policies import CONFIG, PAD, Asked, weights
 from jrl.rollout.decoding import packed_prompts as packed
 from jrl.rollout.decoding.packed_prompts import CHUNK, make_packing, plan_cache_copies, plan_rows
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.decoding.scheduler import AdmissionPlan, SlotScheduler
-from jrl.rollout.decoding.sizes import row_count, row_sizes, row_widths, single_row_widths
+from jrl.rollout.decoding.scheduling.scheduler import AdmissionPlan, SlotScheduler
+from jrl.rollout.decoding.scheduling.sizes import (
+    row_count,
+    row_sizes,
+    row_widths,
+    single_row_widths,
+)
 from jrl.rollout.decoding.slots import Decoder, empty_pool, over_slots, run_prefill
 from jrl.rollout.sampling import GREEDY
 from moe.cache import ROW, over_columns

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from policies import CONFIG, PAD, Asked, weights
 
-from jrl.rollout.decoding import extension, sizes
+from jrl.rollout.decoding import extension
 from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.mesh_backend import MeshBackend
-from jrl.rollout.decoding.prefix_cache import PrefixCache
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.decoding.sizes import SERVING
+from jrl.rollout.decoding.scheduling import sizes
+from jrl.rollout.decoding.scheduling.prefix_cache import PrefixCache
+from jrl.rollout.decoding.scheduling.sizes import SERVING
 from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.sampling import GREEDY, RequestSampling
 from moe.architecture.attention import MultiHeadLatentAttention
@@ -143,7 +144,7 @@ def test_weights_clear_the_prefix_cache():
 
 def test_cache_keeps_columns_of_an_ended_row(monkeypatch):
     monkeypatch.setattr(sizes, "MIN_STREAM_CACHE_LENGTH", 8)
-    monkeypatch.setattr("jrl.rollout.decoding.cache_size.STEPS_BEFORE_SHRINK", 1)
+    monkeypatch.setattr("jrl.rollout.decoding.scheduling.cache_size.STEPS_BEFORE_SHRINK", 1)
     made, prompt = engine(2), tokens(0, 30)
     run(made, [request(0, prompt)])
     run(made, [request(1, tokens(1, 3), temperature=0.0)])

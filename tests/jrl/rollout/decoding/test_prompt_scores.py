@@ -14,7 +14,7 @@ from jrl.rollout.decoding import mesh_backend
 from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.mesh_backend import MeshBackend
 from jrl.rollout.decoding.packed_prompts import score_packed
-from jrl.rollout.decoding.sizes import SERVING
+from jrl.rollout.decoding.scheduling.sizes import SERVING
 from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.sampling import GREEDY
 from jrl.trainer.scoring import PromptLayout, Scorer, mark_replicated

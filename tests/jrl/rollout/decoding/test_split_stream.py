@@ -16,7 +16,7 @@ from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.expert_balancer import ExpertBalancer
 from jrl.rollout.decoding.mesh_backend import MeshBackend
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.decoding.sizes import SERVING
+from jrl.rollout.decoding.scheduling.sizes import SERVING
 from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.decoding.split_backend import DeviceSplit, SplitBackend
 from jrl.rollout.sampling import RequestSampling

@@ -10,12 +10,13 @@ import pytest
 from policies import COLUMNS, CONFIG, COPIES, PAD, PROMPT, STOPS, Asked, decode, prompts, weights
 from tiers import full_but
 
-from jrl.rollout.decoding import cache_size, mesh_backend, sizes
+from jrl.rollout.decoding import mesh_backend
 from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.mesh_backend import MeshBackend
 from jrl.rollout.decoding.packed_prompts import run_packed
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.decoding.sizes import SERVING
+from jrl.rollout.decoding.scheduling import cache_size, sizes
+from jrl.rollout.decoding.scheduling.sizes import SERVING
 from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.sampling import (
     GREEDY,

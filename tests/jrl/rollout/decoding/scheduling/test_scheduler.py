@@ -5,8 +5,8 @@ import pytest
 from policies import CONFIG, Asked, answers
 
 from jrl.rollout.decoding.requests import Request, Sampled
-from jrl.rollout.decoding.scheduler import SlotScheduler, plan_unpacked_rows
-from jrl.rollout.decoding.sizes import fewer_slots
+from jrl.rollout.decoding.scheduling.scheduler import SlotScheduler, plan_unpacked_rows
+from jrl.rollout.decoding.scheduling.sizes import fewer_slots
 
 LENGTHS = 17, 20, 32, 9
 """Of two sizes of programs: three that differ fill the same columns of one, and one is shorter."""

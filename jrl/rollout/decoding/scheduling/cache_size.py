@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Array
 
-from jrl.rollout.decoding.sizes import cache_length_to_read, length_after, plan_window
+from jrl.rollout.decoding.scheduling.sizes import cache_length_to_read, length_after, plan_window
 from jrl.rollout.decoding.slots import SlotPool, with_cache_length
 from moe.cache import KEY_COLUMN
 

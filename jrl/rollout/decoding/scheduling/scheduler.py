@@ -7,9 +7,9 @@ from itertools import chain
 
 import numpy as np
 
-from jrl.rollout.decoding.prefix_cache import Extension, PrefixCache
 from jrl.rollout.decoding.requests import Request, StreamChunk
-from jrl.rollout.decoding.sizes import (
+from jrl.rollout.decoding.scheduling.prefix_cache import Extension, PrefixCache
+from jrl.rollout.decoding.scheduling.sizes import (
     MIN_PREFILL_WIDTH,
     bucket,
     row_count,

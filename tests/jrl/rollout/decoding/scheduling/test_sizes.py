@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jrl.rollout.decoding.sizes import MIN_WINDOW, cache_length_to_read, plan_window
+from jrl.rollout.decoding.scheduling.sizes import MIN_WINDOW, cache_length_to_read, plan_window
 
 
 @pytest.mark.parametrize(
