@@ -9,7 +9,12 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jrl.processes.agreement import to_devices
-from jrl.rollout.decoding.mesh_backend import MeshBackend, UnstackedPolicy, policy_specs
+from jrl.rollout.decoding.mesh_backend import (
+    MeshBackend,
+    UnstackedPolicy,
+    layers_with_experts,
+    policy_specs,
+)
 from jrl.rollout.decoding.prefill import AdmissionArrays, place_rows
 from jrl.rollout.decoding.scheduling.prefix_cache import Extension
 from jrl.rollout.decoding.slots import (
@@ -100,7 +105,8 @@ def extend(
     ) -> Cache[Array]:
         policy, cache = vary((policy, cache), mesh.axes)
         inputs = inputs._replace(row=slots[0])
-        _, cache, _ = decode_step(policy.with_experts(), policy.rest, cache, inputs, decoder.model)
+        layers = layers_with_experts(policy)
+        _, cache, _ = decode_step(layers, policy.rest, cache, inputs, decoder.model)
         return cache
 
     return jax.shard_map(
