@@ -124,7 +124,8 @@ def test_there_are_commands():
         "benchmarks.gpu",
     }
     benchmarks |= {
-        f"benchmarks.{name}" for name in ("dispatch", "gsm8k", "harness", "rollout", "serve")
+        f"benchmarks.{name}"
+        for name in ("dispatch", "gsm8k", "harness", "rollout", "serve", "turns")
     }
     tested = {
         "jrl.chat",

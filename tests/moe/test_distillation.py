@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from places import ROOT
 from programs import jit, mesh_of, on_mesh, random_weights
 from test_head import HELD_IN, HOLES, TAIL, TOKENS, assert_close, config_of, given, largest_array
 from tiers import full_but
-from vectors.objective import FOLDER
 
 import jrl
 from moe.config import Model
@@ -20,7 +20,7 @@ from moe.distillation import divergence
 from moe.placement import specs
 from sharding.collectives import all_sum, vary
 
-TRL = json.loads((FOLDER / "trl" / "distillation.json").read_text())
+TRL = json.loads((ROOT / "tests/vectors/trl/distillation.json").read_text())
 WIDTH = 14  # of the teacher
 
 

@@ -12,6 +12,7 @@ from jrl.recipes.base.optimizer import Optimizer
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.decoding.expert_balancer import first_placement
 from jrl.rollout.decoding.mesh_backend import unstack
+from jrl.rollout.device_memory import local_devices
 from jrl.rollout.packing import bin_length
 from jrl.trainer.learner.learner import abstract_state, keeps_masters
 from jrl.trainer.learner.teacher import DivergenceScorer

@@ -9,11 +9,11 @@ import numpy as np
 import oracles
 import pytest
 from jax.test_util import check_grads
-from vectors.objective import FOLDER
+from places import ROOT
 
 import jrl
 
-TRL = json.loads((FOLDER / "trl" / "distillation.json").read_text())
+TRL = json.loads((ROOT / "tests/vectors/trl/distillation.json").read_text())
 ARRAYS = {name: np.array(values) for name, values in TRL["arrays"].items()}
 LOGITS, TEACHER = ARRAYS["logits"], ARRAYS["teacher_logits"]
 BETAS = (0.0, 0.1, 0.5, 1.0)

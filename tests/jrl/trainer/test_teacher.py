@@ -52,7 +52,7 @@ from jrl.trainer.setup.memory import WORKSPACE, memory, run_memory, weight_bytes
 from jrl.trainer.setup.network import network_of
 from jrl.trainer.setup.setup import build_setup
 from jrl.trainer.state import init_state, init_weights
-from jrl.trainer.step import _score_frozen, _with_targets, add_teacher_term
+from jrl.trainer.step import _score_frozen, add_teacher_term, with_targets
 from moe.architecture.lora import Lora
 from moe.config import Model, preset
 from moe.model import next_token_logits
@@ -257,7 +257,7 @@ def test_critic_learns_from_responses_that_the_teacher_cannot_score():
         old_values=np.zeros(MASK.shape, np.float32),
         groups=np.arange(3, dtype=np.int32),
     )
-    batch, _ = _with_targets(RECIPES["ppo"](teacher="x"), given, None)
+    batch, _ = with_targets(RECIPES["ppo"](teacher="x"), given, None)
     np.testing.assert_array_equal(batch.mask.any(axis=1), [False, True, False])
     np.testing.assert_array_equal(batch.critic_mask, MASK)
 
