@@ -105,4 +105,7 @@ def _turn(port: int, ids: list[int], answer: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

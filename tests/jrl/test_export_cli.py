@@ -158,7 +158,7 @@ def begun(flags, run, monkeypatch):
     """A run that saves what it is given as the checkpoints of steps 3 and 7, and stops."""
 
     def save(setup, folder, weights, *rest, **_):
-        checkpoints = Checkpoints(folder.checkpoints_path)
+        checkpoints, weights = Checkpoints(folder.checkpoints_path), weights()
         for step, factor in ((3, 2.0), (7, 1.0)):
             learned = jax.tree.map(lambda leaf, by=factor: leaf * by, weights)
             state = {"policy": {"weights": learned}, "prompts_seen": np.zeros((), np.int32)}

@@ -43,7 +43,9 @@ def learned_from(monkeypatch):
     """The rows of each update, told by the tokens they begin with; nothing is updated."""
     updates: list[tuple[str, list[int]]] = []
 
-    def record(objective, optimizer, num_micro, learner, batch, statistics, passes=None):
+    def record(
+        objective, optimizer, num_micro, learner, batch, statistics, passes=None, frozen=None
+    ):
         network = "critic" if objective.config.head == "value" else "actor"
         updates.append((network, np.asarray(batch.tokens)[:, 0].tolist()))
         return learner, Outcome(0.0, 0.0, True, False)
@@ -147,7 +149,9 @@ def test_critic_and_policy_have_masks_of_their_own(monkeypatch):
     """Each network's update is given the tokens that count for it."""
     seen = {}
 
-    def record(objective, optimizer, num_micro, learner, batch, statistics, passes=None):
+    def record(
+        objective, optimizer, num_micro, learner, batch, statistics, passes=None, frozen=None
+    ):
         seen.setdefault(objective.config.head != "value", []).append(np.asarray(batch.mask))
         return learner, Outcome(0.0, 0.0, True, False)
 
