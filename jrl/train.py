@@ -100,8 +100,8 @@ def _with_chosen_layout(options: TrainOptions) -> TrainOptions:
     single_device = replace(run.on_one_mesh(), layout="dp1", **no_rollout_layout)
     # Settings of communication are rejected on one device.
     single_device = replace(single_device, activation_wire=None, overlap_grad_reduce=False)
-    own_layout = replace(recipe.divided(1), teacher_layout=None)
-    single_device_options = replace(options, run=single_device, recipe=own_layout)
+    on_policy_layout = replace(recipe.divided(1), teacher_layout=None)
+    single_device_options = replace(options, run=single_device, recipe=on_policy_layout)
     setup = _build(single_device_options, _open_resumed(options))
     with closing(setup.task):
         devices = jax.device_count() - (run.rollout_devices or 0)
@@ -398,8 +398,8 @@ def _train(
     supervisor: Supervisor,
     begins: bool,
 ) -> int:
-    """Trains to the end from weights that it is handed over, so that nobody keeps them; `begins` is
-    false for a run that continues from a checkpoint."""
+    """Trains to the end from weights that no caller keeps; `begins` is false for a run that
+    continues from a checkpoint."""
     from jrl.trainer.loop import train
     from jrl.trainer.setup.adapters import load_initial_adapters
     from jrl.trainer.setup.network import buffers_explained, dispatch_explained

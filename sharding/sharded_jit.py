@@ -205,8 +205,8 @@ def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
         if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             # Of each device, as JAX compares shardings: P("tp") is P() on an axis of one device.
             parts = leaf.sharding.devices_indices_map(leaf.shape)
-            places = tuple((device.id, str(part)) for device, part in parts.items())
-            return leaf.shape, leaf.dtype, leaf.weak_type, places
+            placement = tuple((device.id, str(part)) for device, part in parts.items())
+            return leaf.shape, leaf.dtype, leaf.weak_type, placement
         return leaf if isinstance(leaf, Hashable) else type(leaf)
 
     leaves, structure = jax.tree.flatten((args, kwargs))

@@ -303,8 +303,8 @@ def _decoding(step: Step) -> tuple[Any, ...]:
 
     from jrl.rollout.decoding.mesh_backend import (
         StepLimits,
-        _policy_specs,
         advance,
+        policy_specs,
         unstack_policy,
     )
     from jrl.rollout.decoding.slots import Decoder, abstract_pool
@@ -316,7 +316,7 @@ def _decoding(step: Step) -> tuple[Any, ...]:
     columns = step.prompt + step.response
     decoder = Decoder(config, mesh, pad_id=0, stop_ids=(1,))
     policy = jax.eval_shape(lambda weights: unstack_policy(decoder, weights), cast_shapes(config))
-    policy = jax.tree.map(abstract_array, policy, named_shardings(_policy_specs(decoder), mesh))
+    policy = jax.tree.map(abstract_array, policy, named_shardings(policy_specs(decoder), mesh))
     number = _everywhere(mesh, jnp.int32)
     return (
         *(advance, decoder, Sampling(), columns, policy),

@@ -86,10 +86,10 @@ def cases(name: str) -> list[Case]:
     """The cases of a quantity."""
     content = document(name)
     file, fixed = NAMED.get(name, (name, {}))
-    known = [_case(name, content["outputs"], case, file, {*fixed}) for case in content["cases"]]
+    published = [_case(name, content["outputs"], case, file, {*fixed}) for case in content["cases"]]
     return [
         case
-        for case in known
+        for case in published
         if all(np.array_equal(case.settings[key], x) for key, x in fixed.items())
     ]
 
@@ -111,9 +111,9 @@ def _case(name: str, outputs: list[str], case: dict[str, Any], file: str, fixed:
             results[key] = _right(case[key])
     for key, values in case.get("gradients", {}).items():
         results[f"gradient by {key}"] = _right(values)
-    given = {key: _setting(key, x) for key, x in case["parameters"].items()}
-    off = {key for key in OFF if key in given and given[key] is None}
-    settings, named = {**_usual(file), **given}, frozenset(given)
+    passed = {key: _setting(key, x) for key, x in case["parameters"].items()}
+    off = {key for key in OFF if key in passed and passed[key] is None}
+    settings, named = {**_usual(file), **passed}, frozenset(passed)
     return Case(name, case["name"], inputs, settings, named, results, frozenset(fixed | off))
 
 

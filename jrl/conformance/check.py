@@ -24,7 +24,7 @@ State = Literal["holds", "rounded", "convention", "misses", "raises", "not expre
 
 @dataclass(frozen=True)
 class Finding:
-    """What a case or a rule shows.
+    """Result of a case or a rule.
 
     Attributes:
       name: of the case or rule.
@@ -102,15 +102,19 @@ def check(function: Function, quantity: str, framework: str | None = None) -> Re
       framework: numpy, jax or torch; by default what the module of the function imports.
     """
     framework = framework or framework_of(function)
-    known, takes = cases(quantity), accepted(function)
-    missing = [_missing(case, takes) for case in known]
-    asked = [_kept(case, takes) for case, lacks in zip(known, missing, strict=True) if not lacks]
+    published, takes = cases(quantity), accepted(function)
+    missing = [_missing(case, takes) for case in published]
+    asked = [
+        _restricted(case, takes)
+        for case, lacks in zip(published, missing, strict=True)
+        if not lacks
+    ]
     outputs = document(quantity)["outputs"]
     calls = [Call(case.inputs, case.settings, case.by) for case in asked]
     results = dict(
         zip((c.name for c in asked), run(function, outputs, calls, framework), strict=True)
     )
-    tried = [_tried(case, takes) for case in known]
+    tried = [_tried(case, takes) for case in published]
     if any(isinstance(x, Failure) and not x.expressed for x in results.values()):
         again = run(function, outputs, [Call(c.inputs, c.settings) for c in tried], framework)
         tried = [c for c, x in zip(tried, again, strict=True) if not isinstance(x, Failure)]
@@ -127,15 +131,15 @@ def check(function: Function, quantity: str, framework: str | None = None) -> Re
     for _, _, trial in trials:
         calls += [*trial.calls, *([trial.base] if trial.base else [])]
         first.append(len(calls))
-    found = run(function, outputs, calls, framework)
+    outcome = run(function, outputs, calls, framework)
     of_cases = tuple(
         Finding(case.name, "not expressed", reason=f"takes no {lacks}")
         if lacks
-        else _of_case(case, results[case.name], known)
-        for case, lacks in zip(known, missing, strict=True)
+        else _of_case(case, results[case.name], published)
+        for case, lacks in zip(published, missing, strict=True)
     )
     of_rules = [
-        _of_trial(rule, trial, bases[n], found[n], found[start:end])
+        _of_trial(rule, trial, bases[n], outcome[n], outcome[start:end])
         for (rule, n, trial), start, end in zip(trials, first, first[1:], strict=False)
     ]
     return Report(quantity, of_cases, tuple(_worst(of_rules)))
@@ -153,7 +157,7 @@ def _missing(case: Case, takes: set[str] | None) -> str:
     return ", ".join(sorted(wanted))
 
 
-def _kept(case: Case, takes: set[str] | None) -> Case:
+def _restricted(case: Case, takes: set[str] | None) -> Case:
     """The case with the settings that the function takes."""
     settings = {n: x for n, x in case.settings.items() if takes is None or n in takes}
     return replace(case, settings=settings)
@@ -163,13 +167,13 @@ def _tried(case: Case, takes: set[str] | None) -> Case:
     """The case for a rule, which compares a function with itself: without settings per token."""
     settings = {
         name: x
-        for name, x in _kept(case, takes).settings.items()
+        for name, x in _restricted(case, takes).settings.items()
         if name in PER_TOKEN or not isinstance(x, np.ndarray)
     }
     return replace(case, settings=settings)
 
 
-def _bases(known: list[Case], takes: set[str] | None) -> Iterator[Case]:
+def _bases(published: list[Case], takes: set[str] | None) -> Iterator[Case]:
     """The cases on which rules are tried: the most uneven of the usual way to reduce a loss, and
     of the means of tokens and of sequences."""
 
@@ -182,11 +186,11 @@ def _bases(known: list[Case], takes: set[str] | None) -> Iterator[Case]:
     def is_one(case: Case) -> bool:
         special = {"axis", "num_tokens", "num_sequences", "edges"} & case.settings.keys()
         counted = case.settings.get("empty_rows") == "count"
-        given = takes is None or case.inputs.keys() <= takes
+        passed = takes is None or case.inputs.keys() <= takes
         tokens = "mask" not in case.inputs or case.inputs["mask"].any()
-        return bool(given and tokens and shape_of(case) and not special and not counted)
+        return bool(passed and tokens and shape_of(case) and not special and not counted)
 
-    usable = [case for case in known if is_one(case)]
+    usable = [case for case in published if is_one(case)]
     reduced = [case for case in usable if case.settings.get("aggregation", "") is not None]
     modes = dict.fromkeys(str(case.settings.get("aggregation", "")) for case in reduced)
     usual = [
@@ -198,27 +202,27 @@ def _bases(known: list[Case], takes: set[str] | None) -> Iterator[Case]:
         yield max(of_mode, key=fit)
 
 
-def _of_case(case: Case, result: Results | Failure, known: list[Case]) -> Finding:
+def _of_case(case: Case, result: Results | Failure, published: list[Case]) -> Finding:
     if isinstance(result, Failure):
         return _failure(case.name, result, case)
     difference, worst = _distance(result, case.results, _outside(case))
     state = _state(difference)
     if state != "misses":
         return Finding(case.name, state, difference)
-    convention = _convention(case, result, known, worst)
+    convention = _convention(case, result, published, worst)
     if convention:
         return Finding(case.name, "convention", difference, convention)
     return Finding(case.name, "misses", difference, worst, _example(case, result, worst))
 
 
-def _convention(case: Case, result: Results, known: list[Case], worst: str) -> str:
+def _convention(case: Case, result: Results, published: list[Case], worst: str) -> str:
     """The convention by which the results are right; empty if there is none."""
     outside, right = _outside(case), case.results
 
     def fits(got: Results, wanted: Mapping[str, np.ndarray]) -> bool:
         return _distance(got, wanted, outside)[0] <= ROUNDED
 
-    for other in known:
+    for other in published:
         names = _differing(case, other)
         if names and fits(result, other.results):
             return ", ".join(f"{n}={other.settings.get(n, 'default')}" for n in sorted(names))
@@ -232,8 +236,8 @@ def _convention(case: Case, result: Results, known: list[Case], worst: str) -> s
             return "empty_rows=count"
     if "groups" in case.inputs:
         groups = case.inputs["groups"]
-        several = (groups[:, None] == groups).sum(1) > 1
-        if fits(result, {n: np.where(several.T, x.T, np.nan).T for n, x in right.items()}):
+        multiple = (groups[:, None] == groups).sum(1) > 1
+        if fits(result, {n: np.where(multiple.T, x.T, np.nan).T for n, x in right.items()}):
             return "another advantage of a group of one response"
     return ""
 
@@ -256,18 +260,18 @@ def _of_trial(
     trial: Trial,
     case: Case,
     result: Results | Failure,
-    found: list[Results | Failure],
+    outcome: list[Results | Failure],
 ) -> Finding:
-    *found, base = [*found, result] if trial.base is None else found
+    *outcome, base = [*outcome, result] if trial.base is None else outcome
     if trial.missing:
         return Finding(rule.name, "not expressed", reason=trial.missing)
     if isinstance(base, Failure):
         return Finding(rule.name, "not expressed", reason=base.reason)
     base = hidden(case, base)
-    failed = next((x for x in found if isinstance(x, Failure)), None)
+    failed = next((x for x in outcome if isinstance(x, Failure)), None)
     if failed:
         return _failure(rule.name, failed, trial.calls[0])
-    done = [x for x in found if not isinstance(x, Failure)]
+    done = [x for x in outcome if not isinstance(x, Failure)]
     total = sum(x["loss"] for x in done) if trial.summed else None
     difference, worst, where = 0.0, "", 0
     for n, (got, right) in enumerate(zip(done, trial.right(base), strict=True)):
@@ -299,7 +303,7 @@ def _state(difference: float, tolerance: float | None = None) -> State:
 
 
 def _outside(case: Case) -> np.ndarray | None:
-    """Where results per token are not compared: under the mask."""
+    """Mask of results per token that are not compared: outside of the loss mask."""
     mask = case.inputs.get("mask")
     return None if mask is None else ~mask.astype(bool)
 

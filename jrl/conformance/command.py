@@ -29,26 +29,26 @@ class Subject(NamedTuple):
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    built = argparse.ArgumentParser(
         prog="jrl conform",
         description="Checks losses and advantages of any library: published cases with values and "
         "gradients, and rules of arrays. Exit status 1: a function differs.",
     )
-    made.add_argument(
+    built.add_argument(
         "subjects",
         nargs="+",
         metavar="SUBJECT",
         help=f"FILE.py:FUNCTION with --as, or libraries: {', '.join(LIBRARIES)}",
     )
-    made.add_argument(
+    built.add_argument(
         "--as", dest="quantity", metavar="QUANTITY", help="what it computes, such as dapo_loss"
     )
-    made.add_argument(
+    built.add_argument(
         "--framework", choices=("numpy", "jax", "torch"), help="default: what its file imports"
     )
-    made.add_argument("--json", type=Path, metavar="FILE", help="write all findings")
-    made.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
-    return made
+    built.add_argument("--json", type=Path, metavar="FILE", help="write all findings")
+    built.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
+    return built
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for subject in subjects:
         report = check(subject.function, subject.quantity, asked.framework)
         done.append((subject, report))
-        whole = len(subjects) == 1 or report.verdict in FAILS
-        print(describe(subject, report) if whole else row(subject, report), flush=True)
+        full = len(subjects) == 1 or report.verdict in FAILS
+        print(describe(subject, report) if full else row(subject, report), flush=True)
     if asked.json:
         values = [{**_head(one), **report.json()} for one, report in done]
         asked.json.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")

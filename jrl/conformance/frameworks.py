@@ -19,7 +19,7 @@ QUICK = {
     "xla_cpu_parallel_codegen_split_count": 1,
 }
 """Options of XLA for programs that run once."""
-TOGETHER = 12
+BATCH_SIZE = 12
 """Signatures in one program: compilation takes longer than in proportion to them."""
 
 
@@ -39,7 +39,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Failure:
-    """A call without results; `expressed` is False if the function cannot be asked for them."""
+    """A call without results; `expressed` is False if the function does not express them."""
 
     reason: str
     expressed: bool = True
@@ -72,18 +72,18 @@ def run(
 
 
 def named(result: Any, outputs: Sequence[str]) -> dict[str, Any]:
-    """What a function returns by the names of the file: an array, a tuple, a mapping, a record."""
+    """Results of a function by the names of the file, from an array, tuple, mapping or record."""
     if isinstance(result, Mapping):
-        found = {name: result[name] for name in outputs if name in result}
+        outcome = {name: result[name] for name in outputs if name in result}
     elif not hasattr(result, "shape") and all(hasattr(result, name) for name in outputs):
-        found = {name: getattr(result, name) for name in outputs}
+        outcome = {name: getattr(result, name) for name in outputs}
     else:
-        several = result if isinstance(result, tuple | list) else [result]
-        found = dict(zip(outputs, several, strict=False))
-    if outputs[0] not in found:
+        multiple = result if isinstance(result, tuple | list) else [result]
+        outcome = dict(zip(outputs, multiple, strict=False))
+    if outputs[0] not in outcome:
         raise ValueError(f"the function returned no {outputs[0]}: {type(result).__name__}")
     flat = {}
-    for name, x in found.items():
+    for name, x in outcome.items():
         if isinstance(x, Mapping):
             flat |= {f"{name}.{one}": value for one, value in x.items()}
         elif x is not None:
@@ -119,8 +119,8 @@ def _torch(function: Function, outputs: Sequence[str], calls: Sequence[Call]) ->
     import torch
 
     def tensor(x: np.ndarray, half: bool) -> Any:
-        made = torch.tensor(x)
-        return made.to(torch.bfloat16) if half and made.is_floating_point() else made
+        built = torch.tensor(x)
+        return built.to(torch.bfloat16) if half and built.is_floating_point() else built
 
     def one(call: Call) -> Results:
         inputs = {name: tensor(x, call.half) for name, x in call.inputs.items()}
@@ -129,13 +129,13 @@ def _torch(function: Function, outputs: Sequence[str], calls: Sequence[Call]) ->
             for name, x in call.settings.items()
         }
         leaves = [inputs[name].requires_grad_() for name in call.by]
-        found = named(function(**inputs, **settings), outputs)
+        outcome = named(function(**inputs, **settings), outputs)
         slopes = [None] * len(leaves)
-        if leaves and found[outputs[0]].requires_grad:
-            slopes = torch.autograd.grad(found[outputs[0]].sum(), leaves, allow_unused=True)
+        if leaves and outcome[outputs[0]].requires_grad:
+            slopes = torch.autograd.grad(outcome[outputs[0]].sum(), leaves, allow_unused=True)
         for name, leaf, slope in zip(call.by, leaves, slopes, strict=True):
-            found[f"gradient by {name}"] = torch.zeros_like(leaf) if slope is None else slope
-        return _host({n: torch.as_tensor(x).detach().double().numpy() for n, x in found.items()})
+            outcome[f"gradient by {name}"] = torch.zeros_like(leaf) if slope is None else slope
+        return _host({n: torch.as_tensor(x).detach().double().numpy() for n, x in outcome.items()})
 
     return [_attempt(lambda call=call: one(call)) for call in calls]
 
@@ -146,16 +146,18 @@ def _jax(function: Function, outputs: Sequence[str], calls: Sequence[Call]) -> l
     import jax.numpy as jnp
 
     def arrays(call: Call) -> tuple[Any, Any]:
-        given = {n: x for n, x in call.settings.items() if isinstance(x, np.ndarray)}
+        passed = {n: x for n, x in call.settings.items() if isinstance(x, np.ndarray)}
         if not call.half:
-            return dict(call.inputs), given
+            return dict(call.inputs), passed
         return jax.tree.map(
-            lambda x: x.astype(jnp.bfloat16) if x.dtype.kind == "f" else x, (call.inputs, given)
+            lambda x: x.astype(jnp.bfloat16) if x.dtype.kind == "f" else x, (call.inputs, passed)
         )
 
-    def one(call: Call, inputs: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    def one(call: Call, inputs: Mapping[str, Any], passed: Mapping[str, Any]) -> dict[str, Any]:
         def first(changed: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-            result = named(function(**{**inputs, **changed}, **{**call.settings, **given}), outputs)
+            result = named(
+                function(**{**inputs, **changed}, **{**call.settings, **passed}), outputs
+            )
             return jnp.sum(result[outputs[0]]), result
 
         if not call.by:
@@ -163,43 +165,45 @@ def _jax(function: Function, outputs: Sequence[str], calls: Sequence[Call]) -> l
         slopes, result = jax.grad(first, has_aux=True)({name: inputs[name] for name in call.by})
         return result | {f"gradient by {name}": slope for name, slope in slopes.items()}
 
-    alike: dict[str, list[int]] = {}  # calls of one signature are one loop of the program
+    similar: dict[str, list[int]] = {}  # calls of one signature are one loop of the program
     for n, call in enumerate(calls):
         static = {k: x for k, x in call.settings.items() if not isinstance(x, np.ndarray)}
         shapes = jax.tree.map(lambda x: (x.shape, str(x.dtype)), arrays(call))
-        alike.setdefault(repr((static, shapes, call.by)), []).append(n)
+        similar.setdefault(repr((static, shapes, call.by)), []).append(n)
     failed: set[int] = set()
 
-    def program(several: list[list[int]], batch: list) -> dict[int, Any]:
-        found = {}
-        for members, stacked in zip(several, batch, strict=True):
+    def program(multiple: list[list[int]], batch: list) -> dict[int, Any]:
+        outcome = {}
+        for members, stacked in zip(multiple, batch, strict=True):
             try:
                 each = jax.lax.map(lambda x, first=members[0]: one(calls[first], *x), stacked)
-                found |= {n: jax.tree.map(lambda x, i=i: x[i], each) for i, n in enumerate(members)}
+                outcome |= {
+                    n: jax.tree.map(lambda x, i=i: x[i], each) for i, n in enumerate(members)
+                }
             except Exception:  # tried again outside of the program, which has a plain message
                 failed.update(members)
-        return found
+        return outcome
 
     # Later compilers have no such option, and end the process that asks for it.
     old = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
     # A 32-bit integer stays one; what is given in float32 stays float32.
     context: AbstractContextManager = getattr(jax, "enable_x64", lambda _: nullcontext())(True)
     with context:
-        found = {}
-        for start in range(0, len(alike), TOGETHER):
-            several = [*alike.values()][start : start + TOGETHER]
+        outcome = {}
+        for start in range(0, len(similar), BATCH_SIZE):
+            multiple = [*similar.values()][start : start + BATCH_SIZE]
             batch = [
                 jax.tree.map(lambda *x: np.stack(x), *(arrays(calls[n]) for n in members))
-                for members in several
+                for members in multiple
             ]
-            compiled = jax.jit(partial(program, several), compiler_options=QUICK | old)
-            found |= jax.device_get(compiled(batch))
+            compiled = jax.jit(partial(program, multiple), compiler_options=QUICK | old)
+            outcome |= jax.device_get(compiled(batch))
         return [
             _attempt(
                 lambda n=n, call=call: _host(
                     jax.device_get(one(call, *jax.tree.map(jnp.asarray, arrays(call))))
                     if n in failed
-                    else found[n]
+                    else outcome[n]
                 )
             )
             for n, call in enumerate(calls)

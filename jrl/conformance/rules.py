@@ -97,10 +97,10 @@ def _micro_batches(case: Case, accepts: tuple[str, ...]) -> Iterator[Trial]:
     if not loss or case.quantity in OF_THE_BATCH or rows < 4 or "mask" not in case.inputs:
         return
     mask = case.inputs["mask"].astype(bool)
-    whole = {"num_tokens": int(mask.sum()), "num_sequences": int(mask.any(1).sum())}
-    counts = {name: x for name, x in whole.items() if name in accepts}
+    full = {"num_tokens": int(mask.sum()), "num_sequences": int(mask.any(1).sum())}
+    counts = {name: x for name, x in full.items() if name in accepts}
     mode = case.settings.get("aggregation")
-    needs = {None: [*whole], "token-mean": ["num_tokens"], "token-sum": []}
+    needs = {None: [*full], "token-mean": ["num_tokens"], "token-sum": []}
     needs = needs.get(mode, ["num_sequences"])
     if needs and not counts.keys() & needs:
         yield Trial([], _unchanged, missing=f"takes no {' or '.join(needs)} of the whole batch")
@@ -188,12 +188,12 @@ def _zeros(case: Case, accepts: tuple[str, ...]) -> Iterator[Trial]:
         yield Trial([call], lambda base: [hidden(case, base, 0)])
 
 
-def _groups_apart(case: Case, accepts: tuple[str, ...]) -> Iterator[Trial]:
+def _separate_groups(case: Case, accepts: tuple[str, ...]) -> Iterator[Trial]:
     if case.quantity in BY_GROUP and case.settings.get("scale") != "batch":
         groups = case.inputs["groups"]
         for group in np.unique(groups):
-            alone = view(case, np.flatnonzero(groups == group))
-            yield Trial([alone.call(case, case.by)], _same(alone))
+            lone = view(case, np.flatnonzero(groups == group))
+            yield Trial([lone.call(case, case.by)], _same(lone))
 
 
 def _group_names(case: Case, accepts: tuple[str, ...]) -> Iterator[Trial]:
@@ -206,11 +206,11 @@ def _equal_rewards(case: Case, accepts: tuple[str, ...]) -> Iterator[Trial]:
     if case.quantity not in BY_GROUP or case.inputs["rewards"].ndim > 1:
         return
     groups = case.inputs["groups"]
-    several = (groups[:, None] == groups).sum(1) > 1
+    multiple = (groups[:, None] == groups).sum(1) > 1
 
     def right(base: Results) -> list[Results]:
-        kept = {n: several.reshape(-1, *[1] * (x.ndim - 1)) for n, x in base.items()}
-        return [{n: np.where(kept[n], np.zeros_like(x), np.nan) for n, x in base.items()}]
+        remaining = {n: multiple.reshape(-1, *[1] * (x.ndim - 1)) for n, x in base.items()}
+        return [{n: np.where(remaining[n], np.zeros_like(x), np.nan) for n, x in base.items()}]
 
     # Three times a tenth is not 0.3: the mean of three equal rewards is another number.
     rewards = np.full_like(case.inputs["rewards"], 0.1, float)
@@ -297,7 +297,7 @@ RULES = {
         Rule("zeros under the mask", "results per token are 0 under the mask", _zeros,
              needed=False),
         Rule("groups apart", "a group alone gives what it gave beside others, of any size",
-             _groups_apart),
+             _separate_groups),
         Rule("group names", "other numbers for the groups change nothing", _group_names),
         Rule("equal rewards", "groups of equal rewards have advantages 0", _equal_rewards),
         Rule("extreme ratios", "clipped tokens with log-ratios of 100 have gradient 0",

@@ -36,8 +36,8 @@ class View:
             return x
         if self.columns is not None and len(self.shape) > 1 and x.shape[1:2] == self.shape[1:2]:
             index = self.columns.reshape(*self.columns.shape, *[1] * (x.ndim - 2))
-            taken = np.take_along_axis(x, np.maximum(index, 0), axis=1)
-            x = np.where(index < 0, np.asarray(fill, x.dtype), taken)
+            selected = np.take_along_axis(x, np.maximum(index, 0), axis=1)
+            x = np.where(index < 0, np.asarray(fill, x.dtype), selected)
         new = self.rows.reshape(-1, *[1] * (x.ndim - 1))
         return np.where(new < 0, np.asarray(fill, x.dtype), x[np.maximum(self.rows, 0)])
 
@@ -58,8 +58,8 @@ def shape_of(case: Case) -> tuple[int, ...]:
 
 def view(case: Case, rows: Iterable[int] | None = None, columns: np.ndarray | None = None) -> View:
     shape = shape_of(case)
-    kept = np.arange(shape[0]) if rows is None else np.asarray([*rows])
-    return View(kept, columns, shape, any(x.ndim == 1 for x in case.inputs.values()))
+    remaining = np.arange(shape[0]) if rows is None else np.asarray([*rows])
+    return View(remaining, columns, shape, any(x.ndim == 1 for x in case.inputs.values()))
 
 
 def padded(case: Case) -> View:

@@ -163,7 +163,12 @@ class Checkpoints:
         return self.directory / broadcast_from_main(name)
 
     def save(
-        self, step: int, state: Any, meta: Mapping[str, Any] | None = None, *, copies: bool = True
+        self,
+        step: int,
+        state: Any,
+        meta: Mapping[str, Any] | None = None,
+        *,
+        copy_arrays: bool = True,
     ) -> None:
         """Copy the state to the host and return; a thread then writes the checkpoint, and removes
         the oldest beyond `keep`.
@@ -176,8 +181,8 @@ class Checkpoints:
           step: at least 0, and newer than every existing checkpoint.
           state: a pytree of jax arrays, typed PRNG keys and numpy arrays.
           meta: JSON values to store with it.
-          copies: false for a state that stays as it is until `wait` returns: arrays of a CPU are
-            then written from their own memory.
+          copy_arrays: false for a state that stays as it is until `wait` returns: arrays of a CPU
+            are then written from their own memory.
 
         Raises:
           ValueError: for a step that is not newer, a leaf that is not an array, or a `meta` that
@@ -201,7 +206,7 @@ class Checkpoints:
             with writing(self.directory, remedy):
                 if is_main_process():
                     self._directory.remove_leftovers()
-                write = self._copy(step, leaves, meta, gather, copies)
+                write = self._copy(step, leaves, meta, gather, copy_arrays)
             silence = self._silence = stack.pop_all()
 
         def complete() -> None:
@@ -251,11 +256,11 @@ class Checkpoints:
         leaves: Mapping[str, Any],
         meta: Any,
         gather: BackgroundGather,
-        copies: bool,
+        copy_arrays: bool,
     ) -> Callable[[], None]:
         """Copies the arrays to the host, and returns the function that writes them in a thread."""
         # Orbax rejects arrays without elements; their shape in `tree` suffices.
-        arrays = {name: _on_host(leaf, copies) for name, leaf in _transfers(leaves).items()}
+        arrays = {name: _on_host(leaf, copy_arrays) for name, leaf in _transfers(leaves).items()}
         path = self._directory.destination(step)
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(
@@ -423,7 +428,7 @@ def _transfers(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return arrays
 
 
-def _on_host(array: Any, copies: bool) -> Any:
+def _on_host(array: Any, copy_arrays: bool) -> Any:
     """An array on the host, which may be a view if it need not be a copy; arrays over several
     processes are copied by Orbax."""
     if isinstance(array, jax.Array) and is_multiprocess():
@@ -431,7 +436,7 @@ def _on_host(array: Any, copies: bool) -> Any:
     host = np.asarray(array)
     # A view shares memory that may be overwritten, of a CPU device or of the caller.
     owns_memory = host.flags.owndata and isinstance(array, jax.Array)
-    return host if owns_memory or not copies else host.copy()
+    return host if owns_memory or not copy_arrays else host.copy()
 
 
 def _save_args(array: Any) -> ocp.SaveArgs:

@@ -40,7 +40,7 @@ class Metrics:
         )
         self.prompt_tokens = counter("jrl_prompt_tokens", "Prompt tokens of admitted requests.")
         self.cached_tokens = counter(
-            "jrl_cached_prompt_tokens", "Prompt tokens that were not run again."
+            "jrl_cached_prompt_tokens", "Prompt tokens from the prefix cache."
         )
         self.generated_tokens = counter(
             "jrl_generated_tokens", "Sampled tokens, up to the end of each choice."

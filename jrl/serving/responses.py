@@ -36,7 +36,7 @@ class ChoiceDelta:
       version: of the policy that generates it.
       experts: expert ids ``[position, layer, k]`` of prompt and completion but the last token, at
         its end, if they are returned.
-      num_cached: tokens of the prompt that were not run again (`PrefixCache`).
+      num_cached: tokens of the prompt from the prefix cache (`PrefixCache`).
     """
 
     index: int

@@ -313,7 +313,7 @@ def _save_base(checkpoints: Checkpoints, networks: Networks, weights: Transforme
     if model != plain:
         in_order = reshard(in_order, model, plain.mesh)
     with phase(CHECKPOINT):
-        base_checkpoints.save(0, in_order, copies=False)  # they are frozen
+        base_checkpoints.save(0, in_order, copy_arrays=False)  # they are frozen
         base_checkpoints.close()
 
 

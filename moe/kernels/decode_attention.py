@@ -212,8 +212,10 @@ def split_attention(
     split_shape = rows, kv_heads, splits, -1
     # The rows of a head's own queries among those that its programs have loaded.
     begins = np.arange(rows * kv_heads) * group % QUERY_UNIT
-    own = (begins[:, None] + np.arange(group)).reshape(rows, kv_heads, 1, group)
-    largest, total = (jnp.take_along_axis(x.reshape(split_shape), own, axis=3) for x in merged_by)
+    queries_of_row = (begins[:, None] + np.arange(group)).reshape(rows, kv_heads, 1, group)
+    largest, total = (
+        jnp.take_along_axis(x.reshape(split_shape), queries_of_row, axis=3) for x in merged_by
+    )
     out = out.reshape(*split_shape[:3], group, width)
     attention = merge_splits(out, largest, total, first, stop, length)
     return attention.reshape(rows, heads, width).astype(values.dtype)
@@ -333,8 +335,8 @@ def _attend(
             load_block(index + SLOTS)
             return sums, now, total
 
-        own = query_memory.at[pl.ds(0, queries.shape[0])]
-        gpu.copy_gmem_to_smem(queries, own, queries_arrived)
+        queries_of_row = query_memory.at[pl.ds(0, queries.shape[0])]
+        gpu.copy_gmem_to_smem(queries, queries_of_row, queries_arrived)
         for ahead in range(SLOTS):
             load_block(lowest + ahead)
         gpu.barrier_wait(queries_arrived)

@@ -8,7 +8,7 @@ JAX ships reference kernels of both (`jax.experimental.pallas.ops.gpu.ragged_dot
   groups, which is unrolled there; empty tiles are skipped.
 * Rows of no group give zeros, and their contents reach no sum; there such rows stay unwritten and
   are multiplied by zero.
-* Sums are rounded once, from float32 to the dtype that is asked for; both kernels can be lowered
+* Sums are rounded once, from float32 to the requested dtype; both kernels can be lowered
   on a machine that has no GPU.
 """
 

@@ -45,7 +45,7 @@ WITHOUT_COLLECTIVES = {
     },
     "jrl/rollout/decoding/packed_prompts.py": {"copy_to_cache"},
     "jrl/rollout/decoding/extension.py": {"copy_row"},
-    "jrl/rollout/decoding/prefill.py": {"place_rows"},
+    "jrl/rollout/decoding/prefill.py": {"admit_cached"},
     "jrl/rollout/decoding/split_backend.py": {"_read_step_inputs"},
     "moe/disaggregated/runner.py": {"_broadcast_program", "_zeros_program"},
     # Permutes alone; they are no sums.

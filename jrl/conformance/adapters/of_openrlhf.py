@@ -14,11 +14,11 @@ from ..frameworks import NotExpressed
 
 def _make_importable() -> None:
     """Puts an empty `openrlhf.models` in place, whose own code needs flash-attn and so a GPU."""
-    found = importlib.util.find_spec("openrlhf")
-    if found is None or found.submodule_search_locations is None:
+    outcome = importlib.util.find_spec("openrlhf")
+    if outcome is None or outcome.submodule_search_locations is None:
         raise ModuleNotFoundError("openrlhf is not installed", name="openrlhf")
     package = ModuleType("openrlhf.models")
-    package.__path__ = [f"{found.submodule_search_locations[0]}/models"]
+    package.__path__ = [f"{outcome.submodule_search_locations[0]}/models"]
     sys.modules["openrlhf.models"] = package
 
 
@@ -57,8 +57,8 @@ def _policy_loss(kind: str, usual: str) -> Callable[..., torch.Tensor]:
         )
         arrays = logprobs, old_logprobs, advantages, mask.to(logprobs.dtype)
         counts = {"batch_num_tokens": num_tokens, "global_batch_size": num_sequences}
-        given = {name: x for name, x in counts.items() if x is not None}
-        return module(*arrays, **given)[0]
+        passed = {name: x for name, x in counts.items() if x is not None}
+        return module(*arrays, **passed)[0]
 
     return loss
 
@@ -74,9 +74,9 @@ def value_loss(
 ) -> torch.Tensor:
     if aggregation != "token-mean" or isinstance(clip, torch.Tensor):
         raise NotExpressed("it is a mean over tokens with one clip")
-    given = {} if num_tokens is None else {"batch_num_tokens": num_tokens}
+    passed = {} if num_tokens is None else {"batch_num_tokens": num_tokens}
     arrays = values, old_values, returns, mask.to(values.dtype)
-    return ValueLoss(clip_eps=clip)(*arrays, **given)
+    return ValueLoss(clip_eps=clip)(*arrays, **passed)
 
 
 def kl_estimate(

@@ -23,7 +23,7 @@ USUAL: dict[str, Any] = {
 
 
 class _Discarded(dict):
-    """Metrics that nobody reads."""
+    """Metrics that are not read."""
 
     def __missing__(self, key: str) -> list:
         return []
@@ -124,7 +124,7 @@ def _clipped(types: dict[str, str], usual: str, level: str) -> Callable[..., tor
             raise NotExpressed("its ratio has the gradient of the whole mean")
         if isinstance(clip_low, torch.Tensor) or isinstance(clip_high, torch.Tensor):
             raise NotExpressed("epsilon is one number there")
-        given = None if num_tokens is None else torch.tensor(num_tokens)
+        passed = None if num_tokens is None else torch.tensor(num_tokens)
         return trainer_loss(
             types[aggregation],
             logprobs=logprobs,
@@ -132,7 +132,7 @@ def _clipped(types: dict[str, str], usual: str, level: str) -> Callable[..., tor
             advantages=advantages,
             mask=mask.to(logprobs.dtype),
             importance_weights=importance_weights,
-            num_items=given,
+            num_items=passed,
             longest=max_length,
             epsilon_low=clip_low,
             epsilon_high=clip_high,
@@ -171,8 +171,8 @@ def cispo(
     if clip_low is not None or not isinstance(clip_high, float):
         raise NotExpressed("it bounds the ratio above alone, by one number")
     arrays = {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages}
-    given = None if num_tokens is None else torch.tensor(num_tokens)
-    how = {"epsilon_high": 1 + clip_high, "importance_sampling_level": level, "num_items": given}
+    passed = None if num_tokens is None else torch.tensor(num_tokens)
+    how = {"epsilon_high": 1 + clip_high, "importance_sampling_level": level, "num_items": passed}
     return trainer_loss("cispo", **arrays, mask=mask.to(logprobs.dtype), **how)
 
 

@@ -141,7 +141,7 @@ def _of_scores(name: str, **options: Any) -> Callable[..., torch.Tensor]:
     ) -> torch.Tensor:
         if scale == "batch":
             raise NotExpressed("it scales by groups")
-        kept = {"norm_adv_by_std_in_grpo": scale is not None} if name == "grpo" else options
+        remaining = {"norm_adv_by_std_in_grpo": scale is not None} if name == "grpo" else options
         if lengths is not None and bool((lengths == 0).any()):
             raise NotExpressed("a response without a token has no advantage there")
         rows = torch.ones_like(rewards).long() if lengths is None else lengths.long()
@@ -151,16 +151,16 @@ def _of_scores(name: str, **options: Any) -> Callable[..., torch.Tensor]:
         estimator = core_algos.get_adv_estimator_fn(name)
         index = groups.numpy().astype(np.int64)
         added = {"epsilon": epsilon} if name in ("grpo", "grpo_passk") else {}
-        return estimator(scores, mask, index=index, **added, **kept)[0][:, 0]
+        return estimator(scores, mask, index=index, **added, **remaining)[0][:, 0]
 
     return advantages
 
 
 def _of_groups(name: str, **options: Any) -> Callable[..., torch.Tensor]:
-    found = _of_scores(name, **options)
+    outcome = _of_scores(name, **options)
 
     def advantages(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-        return found(rewards, groups)
+        return outcome(rewards, groups)
 
     return advantages
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from jrl.rollout.decoding.mesh_backend import (
     layers_with_experts,
     policy_specs,
 )
-from jrl.rollout.decoding.prefill import AdmissionArrays, place_rows
+from jrl.rollout.decoding.prefill import AdmissionArrays, admit_cached
 from jrl.rollout.decoding.scheduling.prefix_cache import Extension
 from jrl.rollout.decoding.slots import (
     Decoder,
@@ -62,23 +63,20 @@ def admit_extensions(
         for inputs in _chunks(extension, rank, ranks, width):
             inputs, at = to_devices((inputs, slots), sharding)
             cache = extend(decoder, backend.step_policy, cache, inputs, at)
-    return replace(place_rows(decoder, without_cache(pool), tokens, admission), cache=cache)
+    return replace(admit_cached(decoder, without_cache(pool), tokens, admission), cache=cache)
 
 
 def _chunks(extension: Extension, rank: int, ranks: int, width: int) -> Iterator[StepTokens]:
     """Tokens that an extension runs, `width` at a time."""
     ids = extension.request.ids[:-1]
     for first in range(extension.num_cached, len(ids), width):
-        inputs = StepTokens(
-            np.zeros((ranks, width), np.int32),
-            np.zeros((ranks, width), np.int32),
-            np.zeros((ranks, width), bool),
-        )
-        count = min(width, len(ids) - first)
-        inputs.tokens[rank, :count] = ids[first : first + count]
-        inputs.positions[rank] = first + np.arange(width)
-        inputs.live[rank, :count] = True
-        yield StepTokens(*(x.reshape(-1) for x in inputs[:3]))
+        tokens, positions = np.zeros((2, ranks, width), np.int32)
+        live, count = np.zeros((ranks, width), bool), min(width, len(ids) - first)
+        tokens[rank, :count] = ids[first : first + count]
+        positions[rank] = first + np.arange(width)
+        live[rank, :count] = True
+        arrays: Any = [x.reshape(-1) for x in (tokens, positions, live)]
+        yield StepTokens(*arrays)
 
 
 @partial(MeshJit, overlap=False, static_argnums=0, donate_argnums=2)
@@ -98,7 +96,7 @@ def extend(
       slots: slot of the row, counted from the rank's first.
     """
     mesh, buffers = decoder.mesh, cache_specs(decoder)
-    rows = over_slots(mesh)
+    rows: Any = over_slots(mesh)
 
     def local(
         policy: UnstackedPolicy[Array], cache: Cache[Array], inputs: StepTokens, slots: Array

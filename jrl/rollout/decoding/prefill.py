@@ -235,7 +235,7 @@ def _admit_prefilled_local(
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
-def place_rows(
+def admit_cached(
     decoder: Decoder,
     pool: SlotPool[Array],
     tokens: Int[Array, "slot position"],

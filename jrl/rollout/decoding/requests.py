@@ -182,7 +182,7 @@ class StreamChunk:
       logprobs: ``[token]`` log-probabilities in the policy at temperature 1, nats.
       top_tokens: top-k tokens, ``[token, k]``; None if they were not requested.
       finish: the finish reason; None if it continues.
-      num_cached: tokens of the prompt that were not run again (`PrefixCache`).
+      num_cached: tokens of the prompt from the prefix cache (`PrefixCache`).
     """
 
     request: Request

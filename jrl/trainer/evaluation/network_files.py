@@ -130,10 +130,10 @@ def _check_same_tokens(role: str, path: Any, network: Tokenizer, policy: Tokeniz
     ids = network.token_ids
     for token, token_id in policy.token_ids.items():
         if ids.get(token) != token_id:
-            found = f"is {ids[token]} there" if token in ids else "is none there"
+            other = f"is {ids[token]} there" if token in ids else "is none there"
             raise ValueError(
                 f"the {role} in {path} has another tokenizer than the policy: token {token!r}, "
-                f"id {token_id}, {found}, so that it would score other tokens than were sampled. "
+                f"id {token_id}, {other}, so that it would score other tokens than were sampled. "
                 "Choose a network with the tokens of the policy."
             )
 

@@ -46,7 +46,10 @@ class DivergenceScorer(ArgmaxScorer):
     ) -> tuple[Any, RouterStatistics[Array] | None]:
         """Last hidden states of both networks; without router sums, as no buffer overflows."""
         pairs = zip((self, self.of_policy), weights, strict=True)
-        runs = [model.run(own, each.pack_with(batch, None), each.model) for each, own in pairs]
+        runs = [
+            model.run(network_weights, each.pack_with(batch, None), each.model)
+            for each, network_weights in pairs
+        ]
         return tuple(x for x, _ in runs), None
 
     def run(

@@ -304,13 +304,13 @@ def evaluation_slots(setup: Setup, rows: int) -> tuple[int, str]:
         slots, fit_text = setup.geometry.slots(requested), "with"
         if total is not None and cache_bytes_of(slots) > total:
             raise ValueError(
-                f"slots={slots} need a KV cache of {_size(cache_bytes_of(slots))} for rows of "
-                f"{row_length:,} tokens, and the device has {_size(total)}: lower --slots or "
+                f"slots={slots} need a KV cache of {_bytes(cache_bytes_of(slots))} for rows of "
+                f"{row_length:,} tokens, and the device has {_bytes(total)}: lower --slots or "
                 "--response-length."
             )
     return slots, (
         f"{rows:,} completions of at most {setup.response_length:,} tokens, {slots:,} at a time "
-        f"(--slots), {fit_text} a KV cache of {_size(cache_bytes_of(slots))}"
+        f"(--slots), {fit_text} a KV cache of {_bytes(cache_bytes_of(slots))}"
     )
 
 
@@ -325,5 +325,5 @@ def _budget(setup: Setup, total: int | None) -> int:
     return max(free // 2, 0)
 
 
-def _size(num_bytes: int) -> str:
+def _bytes(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2g} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.3g} MiB"

@@ -167,7 +167,7 @@ def test_arrays_are_copied_unless_they_stay(tmp_path, monkeypatch, copies):
 
     monkeypatch.setattr(module, "_write_host_arrays", watched)
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, {"w": array}, copies=copies)
+        checkpoints.save(1, {"w": array}, copy_arrays=copies)
     assert np.shares_memory(stored[0], array) != copies
     restored, _ = Checkpoints(tmp_path).restore(None, like={"w": array})
     np.testing.assert_array_equal(restored["w"], array)

@@ -34,7 +34,7 @@ KINDS = (
     "halt",
     "extend",
     "copy_row",
-    "place_rows",
+    "admit_cached",
 )
 COMPILED = Counter[str]()
 
@@ -139,7 +139,7 @@ def test_requests_find_their_programs(small, layout):
         # Prompts that begin with the tokens of other rows, which are longer than a short prompt.
         "extend": 3,
         "copy_row": 3,
-        "place_rows": 1,
+        "admit_cached": 1,
     }
     assert since(before) == everything
     longest, most = COLUMNS - 6, 2 * SLOTS

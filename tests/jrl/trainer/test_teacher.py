@@ -400,7 +400,7 @@ def _drawn(model, seed):
 
 
 def _all_logits(weights, batch, setup, config):
-    """Logits of the token after each position, by the network without a scorer."""
+    """Logits of the token after each position, by the network, not by a scorer."""
     logits = on_mesh(
         lambda *inputs: next_token_logits(*inputs, Model(config, setup.mesh))[0][None],
         setup.mesh,

@@ -57,23 +57,25 @@ class CacheSize:
 
     def length_to_read(self, length: int) -> int:
         """Positions that steps up to a length read of a cache that is not resized."""
-        whole = self.sizes[-1]
-        return whole if self.reads_whole else cache_length_to_read(length, whole)
+        total = self.sizes[-1]
+        return total if self.reads_whole else cache_length_to_read(length, total)
 
-    def fit(self, pool: SlotPool[Array], length: int, kept: int) -> tuple[SlotPool[Array], int]:
+    def fit(
+        self, pool: SlotPool[Array], length: int, num_cached: int
+    ) -> tuple[SlotPool[Array], int]:
         """Pool with a cache for steps up to a length, and the number of positions to read.
 
         Args:
-          kept: positions that a shorter cache would lose, and that may be needed again.
+          num_cached: positions that a shorter cache would lose, and that may be needed again.
         """
         if not self.resizes:
             return pool, self.length_to_read(length)
-        whole = length_of(pool)
-        needed = self.size_of(max(length, min(kept, whole)))
+        total = length_of(pool)
+        needed = self.size_of(max(length, min(num_cached, total)))
         # Extended immediately, shortened only after a while: each change copies the whole cache.
-        self._too_long = self._too_long + 1 if needed < whole else 0
-        if needed <= whole and self._too_long < STEPS_BEFORE_SHRINK:
-            return pool, whole
+        self._too_long = self._too_long + 1 if needed < total else 0
+        if needed <= total and self._too_long < STEPS_BEFORE_SHRINK:
+            return pool, total
         self._too_long = 0
         return with_cache_length(pool, needed), needed
 

@@ -24,7 +24,7 @@ class Extension(NamedTuple):
     Attributes:
       slot: its slot.
       source: slot of the same rank with the tokens, perhaps the same slot.
-      num_cached: tokens that are not run again.
+      num_cached: first tokens of the request that are in the cache.
     """
 
     request: Request

@@ -205,7 +205,7 @@ class SlotScheduler:
                 self.prefixes.append(chunk.slot, chunk.tokens)
 
     def num_cached(self, slot: int) -> int:
-        """Tokens of the prompt in a slot that were not run again."""
+        """Tokens of the prompt in a slot that came from the prefix cache."""
         return 0 if self.prefixes is None else self.prefixes.num_cached.get(slot, 0)
 
     def schedule_extensions(self) -> list[Extension]:
@@ -216,11 +216,11 @@ class SlotScheduler:
         candidates = [self.waiting.popleft() for _ in range(min(len(self.waiting), self.num_free))]
         extensions, others = self.prefixes.plan(candidates, self._free)
         self.waiting.extendleft(reversed(others))
-        taken = {extension.slot: extension.request for extension in extensions}
-        self.running |= taken
+        extended = {extension.slot: extension.request for extension in extensions}
+        self.running |= extended
         # Their state after the prompt is not kept, which a copy would begin with.
         remaining = self._prefix_slots.items()
-        self._prefix_slots = {key: slot for key, slot in remaining if slot not in taken}
+        self._prefix_slots = {key: slot for key, slot in remaining if slot not in extended}
         return extensions
 
     def schedule(self) -> list[AdmissionPlan]:

@@ -187,8 +187,8 @@ class EnginePolicy:
         False if it has columns for the longest row and a step reads as much as its rows need.
       reproducible: true if samples depend on the requests only, bit for bit. False if they may
         depend on earlier requests too, for example through the placement of experts.
-      min_prefix: fewest first tokens of a request that are not run again if a slot has their keys
-        and values (`PrefixCache`); None runs all.
+      min_prefix: fewest first tokens of a request that are taken from the cache of a slot
+        (`PrefixCache`); None runs all.
     """
 
     prefill_tokens: int

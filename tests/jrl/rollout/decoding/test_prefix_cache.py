@@ -1,4 +1,4 @@
-"""Requests that begin with tokens of other rows: the same samples as without a prefix cache."""
+"""Requests that begin with tokens of other rows: the same samples as if all tokens are run."""
 
 from collections import deque
 from dataclasses import replace
@@ -170,11 +170,11 @@ LONG = [3, 4, 5, 6, 7]
 @pytest.mark.parametrize(
     ("rows", "free", "asked", "taken"),
     [
-        # An ended row is continued where it is.
+        # An ended row is continued in its slot.
         ({2: LONG}, [[0, 2]], [*LONG, 8, 9], [(0, 2, 2, 4)]),
         # The last token of a row was not run; the request's own last is left for a step.
         ({2: LONG}, [[2]], LONG, [(0, 2, 2, 4)]),
-        # Another continuation of its beginning leaves it where it is.
+        # Another continuation of its beginning leaves it in its slot.
         ({2: LONG}, [[0, 2]], [3, 4, 5, 9, 9], [(0, 0, 2, 3)]),
         # So does a row in flight.
         ({2: LONG}, [[0, 1]], [*LONG, 8], [(0, 0, 2, 4)]),
