@@ -219,7 +219,7 @@ def _convention(case: Case, result: Results, published: list[Case], worst: str) 
     """The convention by which the results are right; empty if there is none."""
     outside, right = _outside(case), case.results
 
-    def fits(got: Results, wanted: Mapping[str, np.ndarray]) -> bool:
+    def fits(got: dict[str, Any], wanted: Mapping[str, np.ndarray]) -> bool:
         return _distance(got, wanted, outside)[0] <= ROUNDED
 
     for other in published:
@@ -309,7 +309,7 @@ def _outside(case: Case) -> np.ndarray | None:
 
 
 def _distance(
-    got: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray], outside: np.ndarray | None
+    got: Mapping[str, Any], right: Mapping[str, np.ndarray], outside: np.ndarray | None
 ) -> tuple[float, str]:
     """The largest difference, relative to the largest right value, and the result that has it."""
     largest, worst = 0.0, ""

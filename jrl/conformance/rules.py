@@ -77,7 +77,7 @@ def _unchanged(base: Results) -> list[Results]:
     return [base]
 
 
-def _masked(case: Case, value: float) -> Call:
+def _masked(case: Case, value: float | int) -> Call:
     """The call with a value wherever the mask is false."""
     mask = case.inputs["mask"].astype(bool)
 
@@ -146,7 +146,7 @@ def _holes(case: Case, accepts: tuple[str, ...]) -> Iterator[Trial]:
         yield Trial([dense.call(case, case.by)], _same(dense))
 
 
-def _poison(*values: float) -> Callable[[Case, tuple[str, ...]], Iterator[Trial]]:
+def _poison(*values: float | int) -> Callable[[Case, tuple[str, ...]], Iterator[Trial]]:
     def trials(case: Case, accepts: tuple[str, ...]) -> Iterator[Trial]:
         if "mask" in case.inputs and not case.inputs["mask"].all():
             for value in values:
@@ -155,7 +155,7 @@ def _poison(*values: float) -> Callable[[Case, tuple[str, ...]], Iterator[Trial]
     return trials
 
 
-def hidden(case: Case, results: Results, value: float = np.nan) -> Results:
+def hidden(case: Case, results: Results, value: float | int = np.nan) -> Results:
     """Results with a value under the mask; gradients stay."""
     if "mask" not in case.inputs:
         return results

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,7 @@ class View:
     shape: tuple[int, ...]
     by_row: bool
 
-    def __call__(self, x: np.ndarray, fill: float) -> np.ndarray:
+    def __call__(self, x: np.ndarray, fill: float | int) -> np.ndarray:
         """The array in this layout; what is about no row stays as it is."""
         wide = x.ndim >= 2 and x.shape[0] == self.shape[0]
         if not wide and not (self.by_row and x.shape == self.shape[:1]):
@@ -56,7 +57,7 @@ def shape_of(case: Case) -> tuple[int, ...]:
     return next((x.shape[:1] for x in case.inputs.values() if x.ndim), ())
 
 
-def view(case: Case, rows: Iterable[int] | None = None, columns: np.ndarray | None = None) -> View:
+def view(case: Case, rows: Iterable[Any] | None = None, columns: np.ndarray | None = None) -> View:
     shape = shape_of(case)
     remaining = np.arange(shape[0]) if rows is None else np.asarray([*rows])
     return View(remaining, columns, shape, any(x.ndim == 1 for x in case.inputs.values()))

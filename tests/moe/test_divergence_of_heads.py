@@ -252,7 +252,8 @@ def test_divergence_memory_does_not_grow_with_the_vocabulary(beta):
 def test_divergence_refuses_bad_input():
     config, mesh = config_of(36), mesh_of("dp1")
     weights, batch = random_weights(config, 0), given(36)
-    arguments = weights, batch.x, weights, batch.x, Model(config, mesh)
+    x = jnp.asarray(batch.x)
+    arguments = weights, x, weights, x, Model(config, mesh)
     with pytest.raises(ValueError, match=r"beta=1\.5 is the teacher's weight in the mixture"):
         divergence(*arguments, config, beta=1.5)
     with pytest.raises(ValueError, match=r'head="value" has no logits: this is a critic'):

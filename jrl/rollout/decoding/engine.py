@@ -304,12 +304,11 @@ class Engine:
     def stream(self, max_tokens: int) -> list[StreamChunk]:
         """Admits waiting requests to free slots, decodes all rows further, and returns their new
         tokens: at most `max_tokens` of a row, in addition to the first of its response."""
-        scheduler = self.scheduler
-        # At every scheduler step, while `poll` waits for more free slots: clients wait for an
-        # answer.
+        scheduler, width = self.scheduler, max_tokens + 1
+        # `poll` waits for more free slots; clients wait for an answer.
         admits = bool(scheduler.waiting and scheduler.num_free)
-        if admits:
-            self._admit_waiting()
+        if admits and self._admit_waiting():
+            max_tokens = min(max_tokens, 1)  # the first token of an extended row is not there yet
         # Including rows that finish below: their new tokens are returned too.
         if not (running_slots := sorted(scheduler.running)):
             return []
@@ -320,19 +319,18 @@ class Engine:
             # Each token decides which ones are allowed next, the first of a row too.
             max_tokens = 0 if admits else 1
         is_live = self._decode(running_slots, max_tokens, 0, self.step_sizes)
-        recent = self._read_recent(before, max_tokens + 1)
-        counts = scheduler.lengths - before
+        recent = self._read_recent(before, width)
         chunks = [
             make_chunk(
                 scheduler.running[slot],
                 recent,
                 slot,
-                int(counts[slot]),
+                count,
                 None if is_live[slot] else self.decoder.stop_ids,
                 scheduler.num_cached(slot),
             )
             for slot in running_slots
-            if counts[slot]  # an extended row has its first token after a step
+            if (count := int(scheduler.lengths[slot] - before[slot]))
         ]
         scheduler.note_tokens(chunks)
         if is_constrained:
@@ -382,14 +380,15 @@ class Engine:
             needs_top_tokens=needs_top_tokens,
         )
 
-    def _admit_waiting(self) -> None:
-        """Admits waiting requests to free slots."""
+    def _admit_waiting(self) -> bool:
+        """Admits waiting requests to free slots; true if some begin with tokens of other rows."""
         if extensions := self.scheduler.schedule_extensions():
             self._admit_extensions(extensions)
         plans = self.scheduler.schedule()
         self._rows_changed()
         for plan in plans:
             self.admit(plan)
+        return bool(extensions)
 
     def admit(self, plan: AdmissionPlan) -> None:
         """Runs the prefill of an admission and writes the rows into their slots."""

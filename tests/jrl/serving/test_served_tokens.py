@@ -119,6 +119,8 @@ def test_no_end_is_allowed_before_the_least_tokens():
 
 def test_a_grammar_that_is_at_its_end_ends_before_the_least_tokens():
     class Ended:
+        failure = None
+
         def allowed(self):
             return np.array([1 << 3, 0], np.uint32)
 
