@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from annotations import unchecked
 from jax.sharding import PartitionSpec as P
 from places import ROOT
 from programs import jit, mesh_of, on_mesh, random_weights
@@ -249,11 +250,11 @@ def test_divergence_memory_does_not_grow_with_the_vocabulary(beta):
     assert peaks[1] - peaks[0] < 4 * (160 - 40) * (2 * WIDTH + 2 * 10)
 
 
+@unchecked()
 def test_divergence_refuses_bad_input():
     config, mesh = config_of(36), mesh_of("dp1")
     weights, batch = random_weights(config, 0), given(36)
-    x = jnp.asarray(batch.x)
-    arguments = weights, x, weights, x, Model(config, mesh)
+    arguments = weights, batch.x, weights, batch.x, Model(config, mesh)
     with pytest.raises(ValueError, match=r"beta=1\.5 is the teacher's weight in the mixture"):
         divergence(*arguments, config, beta=1.5)
     with pytest.raises(ValueError, match=r'head="value" has no logits: this is a critic'):
