@@ -56,7 +56,7 @@ def test_sizes_for_own_data_are_chosen_to_fit(trained):
     done = trained(GIBIBYTES, *OWN_DATA, "--dry-run")
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("memory: ")]
-    assert "chosen to fit: --slots" in line and "the defaults need" in line
+    assert "chosen to fit: --" in line and " --slots " in line and "the defaults need" in line
 
 
 def test_model_that_cannot_fit_is_refused_in_one_line(trained):
