@@ -20,7 +20,7 @@ def peer_with(*packages: str, **account: Any) -> str:
     try:
         status = subprocess.run(imports, capture_output=True, **account).returncode
     except PermissionError:
-        status = 1
+        pytest.skip(f"{python} cannot be started by {account.get('user')} in {account.get('cwd')}")
     if status:
         pytest.skip(f"{python} lacks one of {', '.join(packages)}: set JRL_PEER_PYTHON")
     return python
